@@ -86,6 +86,7 @@ clean: ## remove .venv, .venv-paddle, build outputs and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call instant. pip skips what is there already, so a new pin installs only what changed.
+# --no-compile: of 20,000 modules of others a few thousand are ever imported, and Python keeps what it compiles then.
 $(DEV): pyproject.toml constraints.txt
 	@python=; \
 	for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -99,21 +100,21 @@ $(DEV): pyproject.toml constraints.txt
 	fi; \
 	"$$python" -m venv $(VENV)
 	@echo 'installing ckpttool and its development tools into $(VENV) (torch is the large one)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(PEERS): $(DEV)
 	@echo 'installing the peers into $(VENV)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[peers]'
 	@touch $@
 
 # Slurm and MPI are the system's: apt-get install slurmctld slurmd slurm-client openmpi-bin. Without them their tests are skipped.
 $(CLUSTER): $(PEERS)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]'
 	@touch $@
 
 $(FUZZ): $(DEV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 # Microsoft's server of Azure's storage is on npm only. Without npm its tests are skipped.
@@ -127,6 +128,6 @@ $(AZURITE):
 $(PADDLE): constraints-paddle.txt constraints-paddle-old.txt | $(DEV)
 	@echo 'installing Paddle into $(PADDLE_VENV) (about 200 MB to load, 1.5 GB on disk)'
 	@$(BIN)/python -m venv --clear $(PADDLE_VENV)
-	@install="$(PADDLE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps"; \
+	@install="$(PADDLE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps"; \
 	$$install -r constraints-paddle.txt && $$install --target $(PADDLE_VENV)/older -r constraints-paddle-old.txt
 	@touch $@

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz.guided --seconds 60             every target for a minute
     python -m tests.fuzz.guided --seconds 600 --only pickle
+    python -m tests.fuzz.guided --seed 1 --runs 500      the same inputs each time, while the readers are the same
     python -m tests.fuzz.guided --only flex --input FILE   one input again, with its traceback
 
 Inputs that reach new code are kept in --corpus and are where the next run begins. An input that breaks a reader is
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
 from functools import partial
 from multiprocessing import get_context
@@ -97,7 +98,7 @@ def one(name: str, data: bytes) -> None:
 class Run:
     """One target in a process of its own."""
 
-    def __init__(self, name: str, target: Target, seconds: int, corpus: Path, log: Path) -> None:
+    def __init__(self, name: str, target: Target, limits: Sequence[str], corpus: Path, log: Path) -> None:
         self.name, self.log = name, log
         folder = corpus / name.replace(" ", "_")
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ class Run:
         words.write_text("".join('"' + "".join(f"\\x{b:02x}" for b in w) + '"\n' for w in target.words))
         longest = 4 * max(len(s) for s in target.seeds) + 1024
         arguments = [
-            *(f"-max_total_time={seconds}", f"-max_len={longest}", f"-rss_limit_mb={MEMORY}", f"-timeout={SECONDS}"),
+            *(*limits, f"-max_len={longest}", f"-rss_limit_mb={MEMORY}", f"-timeout={SECONDS}"),
             f"-artifact_prefix={corpus}/broken-{folder.name}-",
             *([f"-dict={words}"] if target.words else []),
             "-print_final_stats=1",
@@ -145,6 +146,8 @@ def main() -> int:
     """Runs the targets and prints what they came to; 1 when a reader broke."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    parser.add_argument("--runs", type=int, default=-1, help="for each target, if they take no longer than --seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs; 0 takes others each time")
     parser.add_argument("--only", default="", help="targets whose name contains this")
     parser.add_argument("--corpus", type=Path, help="where inputs are kept; a temporary folder by default")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -159,8 +162,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckpttool-fuzz-", dir=memory_disk()) as scratch:
         tempfile.tempdir = scratch  # for the files that the targets rewrite
         corpus = asked.corpus or Path(scratch)
+        limits = (f"-max_total_time={asked.seconds}", f"-runs={asked.runs}", f"-seed={asked.seed}")
         starts = [
-            partial(Run, name, make(), asked.seconds, corpus, Path(scratch) / f"{name}.log")
+            partial(Run, name, make(), limits, corpus, Path(scratch) / f"{name}.log")
             for name, make in instrumented().items()
             if asked.only in name
         ]

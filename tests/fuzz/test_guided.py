@@ -32,10 +32,12 @@ def _grow(_: bytes) -> None:
     raise MemoryError  # for a machine on which that was done before libFuzzer looked
 
 
-def _run(target: Callable[[bytes], Any], tmp_path: Path) -> guided.Ran:
+def _run(
+    target: Callable[[bytes], Any], tmp_path: Path, limits: tuple[str, ...] = ("-max_total_time=1",)
+) -> guided.Ran:
     seeds = (b"abc", b"abcdefg")
     only_long = Target(lambda data: target(data) if len(data) > 3 else None, seeds)
-    return guided.Run("any", only_long, 1, tmp_path, tmp_path / "log").came_to()
+    return guided.Run("any", only_long, limits, tmp_path, tmp_path / "log").came_to()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,22 @@ def test_what_breaks_a_reader_is_found_and_kept(
     assert re.search(what, found.finding), found
     (kept,) = tmp_path.glob("broken-any-*")
     assert len(kept.read_bytes()) > 3
+
+
+def test_a_seed_stands_for_its_inputs(tmp_path: Path) -> None:
+    """What passes in one run of .ci/run passes in the next."""
+    tried = []
+    for i, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+
+        def keep(data: bytes, folder: Path = folder) -> None:
+            with (folder / "tried").open("ab") as file:
+                file.write(data + b"\n")
+
+        assert _run(keep, folder, ("-runs=300", f"-seed={seed}")).runs == 300
+        tried.append((folder / "tried").read_bytes())
+    assert tried[0] == tried[1] != tried[2]
 
 
 def test_a_process_that_is_gone_is_found(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers import megatron_cpu
 from tests.peers.rank_group import Group, groups
 
 HERE = Path(__file__).parent
@@ -29,6 +28,8 @@ def quiet() -> None:
 @pytest.fixture(scope="session")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> None:
     """megatron-core on CPU, in this process and the ranks that it forks later."""
+    from tests.peers import megatron_cpu  # which imports torch; this file is read by every run of the tests
+
     session = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # whose folders lie in that of the session
         session = session.parent
