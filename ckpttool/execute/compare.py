@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, LogicalTensor, Piece
+from ckpttool.catalog import Catalog, LogicalTensor, Piece, StoredTensor
 from ckpttool.dtypes import itemsize, lookup, numpy_dtype
 from ckpttool.encodings import Contents
 from ckpttool.errors import UnsupportedError
@@ -29,8 +29,10 @@ from ckpttool.storage.place import DataFile
 BLOCK = 4 << 20
 """Bytes compared at a time."""
 
-STRETCH = 1 << 30
-"""Most bytes of a ``Comparison``: machines share out what is compared, and stacked experts may be 20 GB."""
+STRETCH = 64 << 20
+"""Most bytes of a ``Comparison``: machines and their threads share out what is compared; stacked experts are 20 GB."""
+_TURNED = 8
+"""So much longer is a stretch that lies across the rows of a file: each of them reads nearly all of these rows."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -289,8 +291,11 @@ def comparisons(view: DerivedTensor, tensor: LogicalTensor, want: str) -> list[C
             raise UnsupportedError(f"`{view.name}` is {view.dtype} and cut; its elements share bytes")
         return [Comparison(view, tensor, want, -1, whole((view.same.pieces[0].stored.nbytes,)))]
     found = []
+    most = STRETCH
+    if tensor.nbytes > most and (_is_turned(view) or any(_is_across(p.stored) for p in tensor.pieces)):
+        most *= _TURNED
     for number, copy in enumerate((None, *tensor.replicas), -1):
-        stretches = list(blocks(copy.logical_box.shape if copy else view.shape, itemsize(want), STRETCH))
+        stretches = list(blocks(copy.logical_box.shape if copy else view.shape, itemsize(want), most))
         for stretch in stretches:
             one, two = view, tensor
             if len(stretches) > 1:
@@ -298,6 +303,23 @@ def comparisons(view: DerivedTensor, tensor: LogicalTensor, want: str) -> list[C
                 one, two = _near_view(view, box), replace(tensor, pieces=_near_pieces(tensor, box))
             found.append(Comparison(one, two, want, number, stretch))
     return found
+
+
+def _is_turned(view: DerivedTensor) -> bool:
+    """Whether elements that follow each other in a view lie apart in its files."""
+    for part in view.parts:
+        axes = [a for a in part.axes if a != NONE]
+        if axes != sorted(axes) or any(_is_across(p.stored) for p in part.source.pieces):
+            return True
+    return False
+
+
+def _is_across(stored: StoredTensor) -> bool:
+    """Whether an axis has longer strides than one before it."""
+    if stored.strides is None:
+        return False
+    long = [s for s, n in zip(stored.strides, stored.shape, strict=True) if n > 1]
+    return long != sorted(long, reverse=True)
 
 
 def _near_view(view: DerivedTensor, box: Box) -> DerivedTensor:

@@ -20,8 +20,8 @@ from ckpttool.execute.work import Work
 from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import source_files
 
-LARGEST = 256 << 20
-"""Most bytes of an order, where its first item is not larger: a second or so of a fast link."""
+LARGEST = 512 << 20
+"""Most bytes of an order, where its first item is not larger: a second or so, with something to do for all threads."""
 SMALLEST = 16 << 20
 """An order of fewer bytes takes longer to send than to do."""
 AHEAD = 256 << 20
