@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ckpttool.errors import OutputError, UsageError
+from ckpttool.errors import OutputError
 from ckpttool.execute import engine
 from ckpttool.execute.destinations import destination_for
+from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.claims import TakenOverError
 from ckpttool.execute.destinations.members import CommitDestination, CommittedError, MemberDestination, PeerError
 from ckpttool.execute.engine import _Run, _signals, _write_literals
@@ -51,15 +52,13 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
     if options.member is None:
         return engine.run(plan, dst, options, progress)
     destination = destination_for(dst, options)
-    if not isinstance(destination, MemberDestination):
-        raise UsageError("--part needs a DST in a directory that all parts share", where=str(dst))
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.freeze()
     try:
-        return _together(_Share(plan, destination, options, progress), options.member)
+        return _together(_share(plan, destination, options, progress), options.member)
     except OutputError:
-        if not is_made(plan, destination.path, options.member, options):
+        if not isinstance(destination, MemberDestination) or not is_made(plan, destination.path, options.member, options):
             raise
         said = f"DST is there already, and what {options.member} has to make of it is equal to the sources"
         return _ended(progress, _nothing_done(plan, options), said, Standing(options.member, committed=True))
@@ -68,7 +67,27 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
             gc.unfreeze()
 
 
-def _together(mine: _Share, member: Member) -> RunResult:
+def _share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> _Part:
+    if isinstance(destination, MemberDestination):
+        return _Share(plan, destination, options, progress)
+    from ckpttool.execute.member_objects import share  # with a package that a directory does not need
+
+    return share(plan, destination, options, progress)
+
+
+class _Part(Protocol):
+    """A share of a run, and what comes after the last one."""
+
+    options: RunOptions
+    plan: Plan
+    progress: Progress
+    waiting: tuple[int, ...]
+
+    def go(self) -> RunResult: ...
+    def commit(self) -> _Run: ...
+
+
+def _together(mine: _Part, member: Member) -> RunResult:
     """Do a share, then what is left to do when all are done."""
     result = _nothing_done(mine.plan, mine.options)
     try:
@@ -78,9 +97,7 @@ def _together(mine: _Share, member: Member) -> RunResult:
             others = f"part {numbers} is" if len(mine.waiting) == 1 else f"parts {numbers} are"
             said = f"{member} is done; DST appears when {others}"
             return _ended(mine.progress, result, said, Standing(member, committed=False, waiting_for=mine.waiting))
-        last = _Commit(mine.plan, mine.committer(), replace(mine.options, member=None, resume=True), mine.progress)
-        last.again = mine.again
-        made = last.go()
+        made = mine.commit().go()
     except CommittedError:
         said = f"{member} is done; another part has completed DST"
         return _ended(mine.progress, result, said, Standing(member, committed=True))
@@ -168,8 +185,12 @@ class _Share(_Run):
                 raise error from e
         return self._result(began, hands, pool)
 
-    def committer(self) -> CommitDestination:
-        return self.destination.committer()
+    def commit(self) -> _Commit:
+        """What completes DST, once no part is left."""
+        options = replace(self.options, member=None, resume=True)
+        made = _Commit(self.plan, self.destination.committer(), options, self.progress)
+        made.again = self.again
+        return made
 
     def _checksums(self) -> list[Checksum]:
         return []  # known when all parts are done

@@ -66,10 +66,14 @@ class Scenario:
     """DST exists, and is to be replaced."""
     local: bool = False
     """DST is ``{w}/dst``."""
+    part: int = 0
+    """Of two processes that make DST together, the one that meets the fault; the first of them comes before the other
+    one. 0: there is one process."""
 
-    def words(self, work: Path) -> list[str]:
+    def words(self, work: Path, part: int = 0) -> list[str]:
         places = {"s": f"s3://{SRC}/in", "d": f"s3://{DST}/out", "f": FIXTURES, "w": work}
-        return [w.format(**places) for w in self.command.split()] + ["--workers", "1", "--connections", "1"]
+        words = [w.format(**places) for w in self.command.split()] + ["--workers", "1", "--connections", "1"]
+        return [*words, "--part", f"{part}/2"] if part else words
 
 
 SCENARIOS = (
@@ -87,6 +91,8 @@ SCENARIOS = (
         ("merge/inputs/ft1",),
     ),
     Scenario("drop-keys", "drop-keys {s}/merge/inputs/ft1 {d} *.0.mlp.* --manifest", ("merge/inputs/ft1",)),
+    Scenario("reshard, part 1 of 2, the first", "reshard {f}/hf_tiny_source {d} --tp-out 2 --manifest", part=1),
+    Scenario("reshard, part 2 of 2, the last", "reshard {f}/hf_tiny_source {d} --tp-out 2 --manifest", part=2),
     Scenario("reshard s3 to disk", "reshard {s}/hf_tiny_source {w}/dst --tp-out 2", ("hf_tiny_source",), local=True),
 )
 OLD = {
@@ -260,26 +266,36 @@ class Campaign:
 
     def __init__(self, scenario: Scenario, bench: Bench) -> None:
         self.scenario, self.bench = scenario, bench
-        self.words = scenario.words(bench.work)
-        bench.fresh(scenario)
+        self.words = scenario.words(bench.work, scenario.part)
+        self._fresh()
         bench.store.allow([])
-        first = bench.run(self.words)
-        if first.code or "Traceback" in first.err:
-            raise WrongError(f"{scenario.name} fails without a fault: {first.code} {first.err}")
+        first = last = bench.run(self.words)
         self.calls = sorted(set(first.seen.calls))
-        self.golden = first.seen.objects
+        if scenario.part == 1:
+            last = bench.run(scenario.words(bench.work, 2))
+        for ended in (first, last):
+            if ended.code or "Traceback" in ended.err:
+                raise WrongError(f"{scenario.name} fails without a fault: {ended.code} {ended.err}")
+        self.golden = last.seen.objects
         self.files = self.changed_files = tree(bench.work)
-        self._check_done(first.seen)
+        self._check_done(last.seen)
         self._check_equal()
         self.changed, self.changed_files = self._changed() if scenario.sources else (self.golden, self.files)
         self.report = Report(scenario.name, requests=len(self.calls))
+
+    def _fresh(self) -> None:
+        """What there is when the command that meets a fault begins."""
+        self.bench.fresh(self.scenario)
+        if self.scenario.part == 2:
+            self.bench.run(self.scenario.words(self.bench.work, 1))
 
     def _check_equal(self) -> None:
         """The command makes the same of files, or in a directory."""
         here = self.bench.work / "local" / "out"
         here.parent.mkdir()
         was, now = (f"s3://{SRC}/in", FIXTURES) if self.scenario.local else (f"s3://{DST}/out", here)
-        words = [w.replace(str(was), str(now)).replace(str(self.bench.work / "dst"), str(here)) for w in self.words]
+        plain = self.scenario.words(self.bench.work)
+        words = [w.replace(str(was), str(now)).replace(str(self.bench.work / "dst"), str(here)) for w in plain]
         ended = self.bench.run(words)
         if ended.code:
             raise WrongError(f"{self.scenario.name} fails on this machine: {ended.err}")
@@ -308,7 +324,8 @@ class Campaign:
 
     def strike(self, case: Case) -> None:
         """One run with a fault, and what must hold then."""
-        self.bench.fresh(self.scenario)
+        self.bench.store.allow([])
+        self._fresh()
         self.bench.store.allow([self.golden, self.changed] if case.fault == "changed" else [self.golden])
         self.report.runs += 1
         ended = None
@@ -319,7 +336,9 @@ class Campaign:
                 return
             self._check_end(ended, case.fault)
             self._check_reader(ended.seen)
-            if case.fault == "changed" and ended.code:
+            if self.scenario.part:
+                self._run_again()
+            elif case.fault == "changed" and ended.code:
                 self._check_nothing(ended)
             elif ended.code or self._is_left(ended):
                 self._recover(ended)
@@ -397,6 +416,20 @@ class Campaign:
         self._check_reader(again.seen)
         self._check_done(again.seen)
 
+    def _run_again(self) -> None:
+        """All members run again, also those that have ended well, as a launcher does it."""
+        again: Ended | None = None
+        for part in (2, 1) if self.scenario.part == 1 else (1, 2):
+            again = self.bench.run(self.scenario.words(self.bench.work, part))
+            if again.code or "Traceback" in again.err:
+                raise WrongError(f"part {part} fails when it is run again: {again.code} {again.err}")
+            self._check_reader(again.seen)
+            self.report.resumed += 1
+        assert again is not None
+        self._check_done(again.seen)
+        if left := sorted(tree(self.bench.scratch)):
+            raise WrongError(f"temporary files stay: {left}")
+
     def _flag(self, seen: Seen) -> list[str]:
         """--resume; where DST is complete, there is nothing to go on with."""
         if self.scenario.local:
@@ -419,6 +452,7 @@ RACES = {
     ),
 }
 """Two commands at once on one DST."""
+MEETING = "three parts at once, one of them killed"
 
 
 def race(name: str, bench: Bench, times: int) -> Report:
@@ -449,6 +483,47 @@ def race(name: str, bench: Bench, times: int) -> Report:
     return report
 
 
+def meet(bench: Bench, times: int) -> Report:
+    """Start three members within a moment, over and over, and kill one of them at some time; then run them again."""
+    report = Report(MEETING)
+    scenario = Scenario(MEETING, "reshard {f}/hf_tiny_source {d} --tp-out 2 --manifest")
+    words = [[*scenario.words(bench.work), "--part", f"{i}/3"] for i in (1, 2, 3)]
+    bench.fresh(scenario)
+    bench.store.allow([])
+    golden = visible(bench.run(scenario.words(bench.work)).seen.objects)
+    for i in range(times):
+        bench.fresh(scenario)
+        bench.store.allow([golden])
+        report.runs += 1
+        bench.store.begin(Plan())
+        three = [bench.start(w) for w in words]
+        for one in three:
+            one.begin()
+            time.sleep(0.01 * (i % 3))
+        if i % 2:
+            time.sleep(0.03 * (i % 23))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(three[i % 3].pid, signal.SIGKILL)
+        codes = [one.wait() for one in three]
+        seen = bench.store.end()
+        said = "\n".join(one.said() for one in three)
+        try:
+            if any(code not in (0, -signal.SIGKILL) for code in codes) or (not i % 2 and any(codes)):
+                raise WrongError("a member has failed")
+            report.ends["killed" if any(codes) else "done"] += 1
+            if not any(codes) and seen.objects != golden:
+                raise WrongError("all members have ended, and DST is not there")
+            again = [bench.run(w) for w in words]
+            said += "\n".join(e.err for e in again)
+            if wrong := [*seen.wrong, *(w for e in again for w in e.seen.wrong)]:
+                raise WrongError(wrong[0])
+            if any(e.code for e in again) or again[-1].seen.objects != golden or again[-1].seen.uploads:
+                raise WrongError(f"run again they leave {sorted(again[-1].seen.objects)}, {again[-1].seen.uploads}")
+        except WrongError as e:
+            report.wrong.append(f"{MEETING}, {i}: {e}\n  {codes}\n  {said}")
+    return report
+
+
 def _check_race(codes: list[int], said: list[str], seen: Seen, alone: list[Objects]) -> None:
     if seen.wrong:
         raise WrongError(seen.wrong[0])
@@ -476,7 +551,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", action="store_true", help="show the requests, and try nothing")
     given = parser.parse_args(words)
     campaign.warm_up()
-    names = [*[s.name for s in SCENARIOS], *[f"two at once: {name}" for name in RACES]]
+    names = [*[s.name for s in SCENARIOS], *[f"two at once: {name}" for name in RACES], MEETING]
     chosen = [i for i, name in enumerate(names) if not given.only or any(t in name for t in given.only)]
     began = time.monotonic()
     reports = [Report(name) for name in names]
@@ -522,7 +597,9 @@ def _work(task: Task) -> tuple[int, Report]:
     home.mkdir()
     bench = Bench(home)
     if task.which >= len(SCENARIOS):
-        report = race(list(RACES)[task.which - len(SCENARIOS)], bench, max(1, 60 // task.every))
+        names, times = [*RACES, MEETING], max(1, 60 // task.every)
+        name = names[task.which - len(SCENARIOS)]
+        report = meet(bench, times) if name == MEETING else race(name, bench, times)
         bench.close()
         return task.which, report
     report = Report(SCENARIOS[task.which].name)

@@ -19,6 +19,8 @@ from ckpttool.storage.place import Place, Remote
 
 MODULES = {"hf": "hub", **dict.fromkeys(("s3", "gs", "az"), "objects")}
 """Scheme -> module beside this one, imported when there is something to write there."""
+MEMBERS = dict.fromkeys(("s3", "gs", "az"), "object_member")
+"""The same for a process that does its part of a run."""
 
 
 def destination_for(dst: Place, options: RunOptions) -> Destination:
@@ -55,13 +57,14 @@ def _remote(dst: Remote, options: RunOptions) -> Destination:
         raise UsageError(
             f"{scheme}:// is read only", where=str(dst), hint=f"write to a directory, or to one of {known}"
         )
-    found: Destination = _module(scheme).destination(dst, options)
+    name = MEMBERS.get(scheme, MODULES[scheme]) if options.member else MODULES[scheme]
+    found: Destination = _module(scheme, name).destination(dst, options)
     return found
 
 
-def _module(scheme: str) -> Any:
+def _module(scheme: str, name: str) -> Any:
     try:
-        return import_module(f"ckpttool.execute.destinations.{MODULES[scheme]}")
+        return import_module(f"ckpttool.execute.destinations.{name}")
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "ckpttool":
             raise
@@ -76,5 +79,5 @@ def branch_for(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> Br
     """
     if not said["scheme"]:
         return LocalBranch(said, plan)
-    found: Branch = _module(said["scheme"]).branch(said, plan, tasks)
+    found: Branch = _module(said["scheme"], MODULES[said["scheme"]]).branch(said, plan, tasks)
     return found

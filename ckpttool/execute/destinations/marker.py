@@ -8,6 +8,8 @@ read, holds DST; a holder writes it again every ``BEAT`` seconds. One that has l
 process is gone from this machine, or who has not been heard of for ``SILENT`` seconds by the clock of the store, can be
 followed by another.
 
+Members (``--part``) have one marker for all of them, and a smaller one each.
+
 ``clearing`` is the state in which uploads of other runs are aborted and new ones begun; what it finds is never
 continued.
 ``run`` stays the same as long as a run is resumed. ``token`` is another one for each process that holds DST.
@@ -31,6 +33,10 @@ SILENT = 90.0
 CLEARING, WRITING = "clearing", "writing"
 
 
+class HeldError(OutputError):
+    """Another process is writing this DST."""
+
+
 @dataclass(slots=True)
 class State:
     """What a marker says."""
@@ -44,6 +50,13 @@ class State:
     uploads: dict[str, str] = field(default_factory=dict)
     """Of each object that is sent in chunks, by its name below DST; "" before it has one."""
     holder: Holder | None = None
+    members: int = 0
+    """Processes that write this DST together; 0 for a run of one process. Between the first steps and the last one
+    nobody holds it then."""
+    version: str = ""
+    """Of ckpttool, which all members have."""
+    hashes: list[str] = field(default_factory=list)
+    """Algorithms of the checksums that all members take."""
 
     def to_json(self) -> bytes:
         return json.dumps({"ckpttool-partial": VERSION, **asdict(self)}).encode()
@@ -70,8 +83,9 @@ class State:
 
     def check(self) -> None:
         """Raises TypeError where a value is none of its kind."""
-        texts: list[Any] = [self.run, self.plan, self.state, *self.uploads, *self.uploads.values()]
-        numbers: list[Any] = [self.parts, self.chunk]
+        texts: list[Any] = [self.run, self.plan, self.state, *self.uploads, *self.uploads.values(), self.version]
+        texts += self.hashes
+        numbers: list[Any] = [self.parts, self.chunk, self.members]
         if self.holder is not None:
             self.holder.check()
         if not all(type(t) is str for t in texts) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -105,7 +119,7 @@ class Marker:
     def take(self, state: State, instead_of: Found | None) -> None:
         """Put it where there is none, or in the place of one whose holder is gone.
 
-        Raises OutputError when somebody else is writing this DST.
+        Raises HeldError when somebody else is writing this DST.
         """
         if instead_of is not None:
             self.check_gone(instead_of)
@@ -164,7 +178,7 @@ class Marker:
         return holder is not None and holder.token == self.me.token
 
     def check_gone(self, found: Found) -> None:
-        """Raises OutputError when the process that put it may still be writing."""
+        """Raises HeldError when the process that put it may still be writing."""
         try:
             holder = State.read(found.data, self._where).holder
         except ConflictError:
@@ -175,11 +189,11 @@ class Marker:
                 wait=round(SILENT - found.age),
             )
 
-    def _busy(self, who: str, wait: int = 0) -> OutputError:
+    def _busy(self, who: str, wait: int = 0) -> HeldError:
         hint = "wait until it has finished, or choose another DST"
         if wait:
             hint += f"; if it was killed, repeat the command in {wait} s"
-        return OutputError(f"another run is writing this destination: {who}", where=self._where, hint=hint)
+        return HeldError(f"another run is writing this destination: {who}", where=self._where, hint=hint)
 
     def beat(self) -> None:
         """Start to write it again every ``BEAT`` seconds."""

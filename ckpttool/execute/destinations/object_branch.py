@@ -12,7 +12,7 @@ given up and comes back sends the same bytes again, or finds that the upload is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ class ObjectBranch:
     fence = None
     """The spool is this process's own."""
 
-    def __init__(self, said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task], store: Store) -> None:
+    def __init__(
+        self, said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task], store: Store, spool: Spool | None = None
+    ) -> None:
         self._plan = plan
         self._tasks = tasks
         self._store = store
@@ -49,7 +51,7 @@ class ObjectBranch:
         outputs = plan.outputs
         self._uploads = {f: Upload(outputs[f].name, outputs[f].size, chunk, up) for f, chunk, up in said["cut"]}
         self._sizes = [self._uploads[f].chunk if f in self._uploads else o.size for f, o in enumerate(outputs)]
-        self._spool = Spool.free(said["dst"])
+        self._spool = spool or Spool.free(said["dst"])
         self._made: set[int] = set()
         self._touched: set[int] = set()
         """Outputs that the order writes into."""
@@ -82,15 +84,15 @@ class ObjectBranch:
             what = "the run that this machine works for has ended, or another one has taken its destination over"
             raise OutputError(what, where=self._keys.text)
 
-    def begin(self, order: Mapping[str, Any]) -> None:
-        """What comes next is for this order."""
-        self._end()  # an order that failed may still be sending
+    def begin(self, order: Mapping[str, Any], known: Collection[str] = ()) -> None:
+        """What comes next is for this order. Nobody will take the hashes that are ``known``."""
+        self.stop()  # an order that failed may still be sending
         self._check()
         self._stop = threading.Event()
         self._outbox = self._new_outbox()
         done = set(order["done"])
         tasks = [self._tasks[t] for t in order["tasks"]]
-        tasks = [Task([p for p in t.parts if p.number not in done], t.targets, t.computing) for t in tasks]
+        tasks = [_rest(t, done, known) for t in tasks]
         if ranges(p.number for t in tasks for p in t.parts) != order["parts"]:  # a chunk would lack some of its bytes
             raise OutputError(
                 "a task has other parts on this machine than where the run was begun", where=self._keys.text
@@ -150,12 +152,19 @@ class ObjectBranch:
         except OSError as e:
             raise OutputError(f"what was written cannot be read: {e.strerror or e}", where=str(path)) from e
 
-    def _end(self) -> None:
+    def stop(self) -> None:
+        """Send nothing more."""
         self._stop.set()
         self._outbox.sender.end()
 
     def close(self) -> None:
-        self._end()
+        self.stop()
         self._spool.close()
         with suppress(CkptError):
             self._store.close()
+
+
+def _rest(task: Task, done: Collection[int], known: Collection[str]) -> Task:
+    """What is left of a task."""
+    parts = [p for p in task.parts if p.number not in done]
+    return Task(parts, [t for t in task.targets if t[0] not in known], task.computing)

@@ -60,6 +60,8 @@ SENDERS = 8
 """Threads that send, by default."""
 REMEMBER = 5.0
 """Seconds between two objects with hashes."""
+PART = "part-"
+"""How the names begin of what members say of themselves."""
 LEAST_SHARE = 4 << 30
 """Bytes. Where two shares meet, a part or a tensor is made twice: a few percent of a share of this size."""
 
@@ -71,13 +73,17 @@ _T = TypeVar("_T")
 
 def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
     """The destination that a place is. Raises UsageError, AccessError when its store cannot be reached."""
+    return ObjectDestination(dst, store_of(dst), single=options.single, threads=options.connections or SENDERS)
+
+
+def store_of(dst: Remote) -> Store:
+    """The bucket of a place. Raises UsageError, AccessError when it cannot be reached."""
     scheme, _, rest = str(dst).partition("://")
     if not {"", ".", ".."}.isdisjoint(rest.split("/")):  # stores take them as they are; few tools can read that again
         raise UsageError(
             "a store has no `.`, `..` or empty folders", where=str(dst), hint="write the path without them"
         )
-    store = open_store(scheme, rest.partition("/")[0])
-    return ObjectDestination(dst, store, single=options.single, threads=options.connections or SENDERS)
+    return open_store(scheme, rest.partition("/")[0])
 
 
 def branch(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> ObjectBranch:
@@ -110,14 +116,15 @@ class ObjectDestination:
     shared = True
     resumes = True
 
-    def __init__(self, dst: Remote, store: Store, *, single: bool, threads: int) -> None:
+    def __init__(self, dst: Place, store: Store, *, single: bool, threads: int, one_of: str = "") -> None:
+        """``one_of`` tells the spools of several processes of this machine apart."""
         self.given: Place = dst
         self.single = single
         self._threads = threads
         self._text = str(dst)
         self._keys = Keys(self._text, single=single)
         self._store = store
-        self._spool = Spool(self._text)
+        self._spool = Spool(self._text, one_of)
         self._marker = Marker(self._store, self._keys.marker, self._text)
         self._state: State | None = None
         self._names: list[str] = []
@@ -156,15 +163,15 @@ class ObjectDestination:
     # -- checks, before anything is written
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        self._check_place([*sources, *carried], [r.rstrip("/") for r in roots])
+        if self._marker.find() is None:
+            self.check_absent(force=force)
+
+    def _check_place(self, sources: Sequence[str], roots: Sequence[str]) -> None:
         if self._keys.bucket.endswith("://"):
             raise OutputError("the destination has no bucket", where=self._text)
         if self.single and not self._keys.key:
             raise OutputError("the destination has no name", where=self._text)
-        self._check_apart([*sources, *carried], [r.rstrip("/") for r in roots])
-        if self._marker.find() is None:
-            self.check_absent(force=force)
-
-    def _check_apart(self, sources: Sequence[str], roots: Sequence[str]) -> None:
         text = self._text.rstrip("/")
         for s in sources:
             if s == text or s.startswith(f"{text}/"):
@@ -260,6 +267,7 @@ class ObjectDestination:
             self.check_absent(force=beginning.force)
         elif beginning.resume:
             state = State.read(found.data, self._text)
+            self._check_members(state)
             if state.state == WRITING and (state.plan, state.parts) != (digest, parts):
                 raise ConflictError(
                     "the interrupted run had another plan: the source, the options or the version of ckpttool have"
@@ -271,7 +279,9 @@ class ObjectDestination:
             fresh = state if state.state == WRITING else fresh
         elif beginning.force:
             with suppress(ConflictError):
-                fresh.uploads = State.read(found.data, self._text).uploads
+                state = State.read(found.data, self._text)
+                fresh.uploads = state.uploads
+                self._check_members(state)
         else:
             self._marker.check_gone(found)
             what = "an interrupted run left a partial destination"
@@ -279,6 +289,14 @@ class ObjectDestination:
         self._marker.take(fresh, found)
         self._state = fresh
         return fresh, fresh.state == WRITING
+
+    def _check_members(self, state: State) -> None:
+        """Raises HeldError while one of several members still writes."""
+        for key, _ in list(self._store.objects(self._keys.notes)) if state.members else ():
+            if key.removeprefix(self._keys.notes).startswith(PART):
+                found = self._store.get(key)
+                if found is not None:
+                    self._marker.check_gone(found)
 
     def _cut(self, plan: Plan, chunk: int) -> None:
         for i, o in enumerate(plan.outputs):
@@ -392,6 +410,13 @@ class ObjectDestination:
         return LEAST_SHARE
 
     def branch(self) -> Mapping[str, Any]:
+        self._refuse_summed()
+        cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
+        said = {"scheme": self._text.partition("://")[0], "dst": self._text, "single": self.single}
+        return said | {"run": self._run, "cut": cut, "threads": self._threads}
+
+    def _refuse_summed(self) -> None:
+        """Their first and last chunk depend on bytes that all machines write."""
         summed = next((o.name for o in self._plan.outputs if o.summed), "")
         if summed:
             raise UsageError(
@@ -399,9 +424,6 @@ class ObjectDestination:
                 where=f"{self._text}: {summed}",
                 hint="use one machine, a DST that all machines share, or --to hf",
             )
-        cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
-        said = {"scheme": self._text.partition("://")[0], "dst": self._text, "single": self.single}
-        return said | {"run": self._run, "cut": cut, "threads": self._threads}
 
     def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
         """An object that is put whole is one chunk: the machine that makes it answers with its bytes."""
@@ -440,8 +462,10 @@ class ObjectDestination:
             sums, self._sums = self._sums, {}
             self._noted = time.monotonic()
             self._notes += 1
-        key = f"{self._keys.notes}{self._run}-{self._notes:06}.json"
-        self._store.put(key, json.dumps({"sums": sums}).encode(), self._run)
+        self._store.put(self._note_key(), json.dumps({"sums": sums}).encode(), self._run)
+
+    def _note_key(self) -> str:
+        return f"{self._keys.notes}{self._run}-{self._notes:06}.json"
 
     # -- the end
 

@@ -1,0 +1,376 @@
+"""A prefix in an object store that several processes write together (``--part I/N``); nobody is in charge.
+
+They have nothing in common but the store. While DST is being made there are
+
+    .ckpttool-partial.json             the marker: the plan, how many members, and the uploads. Nobody holds it but
+                                       the member that begins the uploads, and the one that completes DST
+    .ckpttool-partial/part-I-N.json    of each member: it is at work, or done. Written again every ``marker.BEAT`` s
+    .ckpttool-partial/RUN-...json      hashes that members have taken
+
+The steps:
+
+    join      whoever puts the marker first begins the uploads; the others wait until it says that they have begun.
+              Another plan, number of members or version is an error
+    work      each sends the chunks of its share (``owners``) that the store does not have
+    leave     the member says that it is done, then looks at all others. Not all done: they will see to the rest
+    commit    whoever has seen all done puts himself into the marker, on the condition that it is the one he has read,
+              and resumes the run as if it had been one of one process: all parts are there. It makes what is put whole,
+              and completes, verifies and publishes DST
+
+A chunk has one owner, and whoever sends it again sends the same bytes. So a member may be killed and run again, or be
+thought dead and come back: what it sends is there already, or its upload is gone. Two that think they are the last put
+different names into the marker, and the store takes one of them; the other one waits, and follows when that one has not
+been heard of for ``marker.SILENT`` seconds by the clock of the store.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ckpttool.errors import CkptError, ConflictError, OutputError
+from ckpttool.execute.destinations import objects
+from ckpttool.execute.destinations.base import Beginning
+from ckpttool.execute.destinations.chunks import Chunks
+from ckpttool.execute.destinations.marker import WRITING, HeldError, Marker, State
+from ckpttool.execute.destinations.members import CommittedError
+from ckpttool.execute.destinations.object_branch import ObjectBranch
+from ckpttool.execute.destinations.objects import PART, REMEMBER, SENDERS, ObjectDestination, store_of
+from ckpttool.execute.destinations.outbox import Upload, rank
+from ckpttool.execute.destinations.owners import claims
+from ckpttool.execute.destinations.store import Found, GoneError, Store
+from ckpttool.execute.files import Medium, Stopped
+from ckpttool.execute.journal import Finished, ranges
+from ckpttool.execute.options import Member, RunOptions
+from ckpttool.execute.schedule import Part
+from ckpttool.execute.shares import Survey
+from ckpttool.plan import Plan
+from ckpttool.storage.place import Place, Remote
+from ckpttool.version import __version__
+
+DONE = "done"
+"""State of a member whose chunks the store has."""
+LOOK_EVERY = 0.5
+"""Seconds between two looks at something that another member does."""
+_DIGITS = 16
+"""Of the plan, at the beginning of the number of a run: an object says which plan it was made by."""
+
+
+def destination(dst: Remote, options: RunOptions) -> ObjectMember:
+    """The destination of a member. Raises as ``objects.destination``."""
+    assert options.member is not None  # noqa: S101 - who asks for this one has it
+    threads = options.connections or SENDERS
+    return ObjectMember(dst, store_of(dst), options.member, single=options.single, threads=threads)
+
+
+def _spool_of(member: Member) -> str:
+    return f"part-{member.number}-of-{member.of}"
+
+
+class ObjectMember(ObjectDestination):
+    """DST for a process that does its part; ``committer`` is what it is for the one that completes it."""
+
+    def __init__(self, dst: Place, store: Store, member: Member, *, single: bool, threads: int) -> None:
+        super().__init__(dst, store, single=single, threads=threads, one_of=_spool_of(member))
+        self.member = member
+        self.own: list[int] = []
+        """Numbers of the tasks that this part does."""
+        self.finished: set[int] = set()
+        """Parts that need not be done again, by anybody."""
+        self.wrong = False
+        """The input is: nothing that there is can be of use."""
+        self._digest = ""
+        self._branch: ObjectBranch | None = None
+        self._part = Marker(store, self._part_key(member.number), self._text)
+        self._mine: State | None = None
+        """What the own marker says."""
+
+    def _part_key(self, number: int) -> str:
+        return f"{self._keys.notes}{PART}{number}-{self.member.of}.json"
+
+    def _note_key(self) -> str:
+        return f"{self._keys.notes}{self._run}-{self.member.number}-{self._part.me.token}-{self._notes:06}.json"
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """A DST that is there may be the one that the others have completed: ``begin`` finds out."""
+        self._check_place([*sources, *carried], [r.rstrip("/") for r in roots])
+
+    # -- joining
+
+    def begin(self, beginning: Beginning) -> Finished:
+        """Join the others, and hear what all have finished. Raises CommittedError when DST is made already."""
+        plan = self._plan = beginning.plan
+        self._asked, self._force, self._digest = beginning.stop, beginning.force, plan.digest()
+        self._names = [*(o.name for o in plan.outputs), *beginning.late]
+        self._check_names()
+        self._refuse_summed()
+        self._spool.open()
+        try:
+            state = self._state = self._join(beginning)
+            self._cut(plan, state.chunk)
+            for o in self._objects.values():
+                o.upload = state.uploads.get(o.name, "")
+            self._mine = self._take_part(state)
+            sums = self._noted_sums()
+            self._each(self._ask, self._objects.values())
+            return self._choose(beginning, state, sums)
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, o: Upload) -> None:
+        """What of an object has been sent: all of it where a member has begun to complete DST."""
+        try:
+            self._outbox.ask(o)
+        except GoneError:
+            held = self._store.head(self._keys.at(o.name))
+            o.is_done = held is not None and held.run == self._run and held.size == o.size
+            if not o.is_done:
+                self.check_running()
+                hint = "continue with --resume and without --part, or start over with --force"
+                what = "an upload is gone, with all that was sent"
+                raise OutputError(what, where=self._keys.where(o.name), hint=hint) from None
+
+    def _choose(self, beginning: Beginning, state: State, sums: dict[str, str]) -> Finished:
+        """Find out what this part is to do."""
+        plan, tasks = beginning.plan, beginning.tasks
+        sizes = self._outbox.sizes(len(plan.outputs))
+        sent = [self._outbox.sent(i) for i in range(len(plan.outputs))]
+        finished = Finished(Chunks(plan, tasks, sizes).finished(sent, sums), sums)
+        shares = Survey(plan, tasks).cut(self.member.of)
+        claim = claims(plan, tasks, shares, sizes, sent, finished)[self.member.number - 1]
+        self.own, self.finished = claim.tasks, finished.parts
+        cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
+        said = {"dst": self._text, "single": self.single, "run": state.run, "cut": cut, "threads": self._threads}
+        self._branch = branch = ObjectBranch(said, plan, tasks, self._store, self._spool)
+        parts = {p.number for t in claim.tasks for p in tasks[t].parts}
+        parts.difference_update(claim.spared)
+        order = {"tasks": claim.tasks, "done": claim.spared, "parts": ranges(parts), "chunks": claim.chunks}
+        branch.begin(order, sums)
+        return Finished(set(claim.spared), sums)
+
+    def _join(self, beginning: Beginning) -> State:
+        """The state of the run that all members belong to."""
+        parts = sum([len(t.parts) for t in beginning.tasks])
+        hashes = sorted({k.partition(":")[2] for t in beginning.tasks for k, _ in t.targets})
+        mine = State(
+            self._digest[:_DIGITS] + uuid.uuid4().hex[_DIGITS:], self._digest, parts, objects.CHUNK,
+            members=self.member.of, version=__version__, hashes=hashes,
+        )  # fmt: skip
+        while True:
+            found = self._marker.find()
+            if found is None:
+                if self._is_made():
+                    raise CommittedError
+                self.check_absent(force=beginning.force)
+            else:
+                state = self._read(found, mine, force=beginning.force)
+                if state is not None and state.state == WRITING:
+                    return state
+            try:
+                self._begin_uploads(mine, found)
+            except HeldError:  # by who is about to begin them
+                self._wait()
+
+    def _read(self, found: Found, mine: State, *, force: bool) -> State | None:
+        """What a marker says; None for one that is to be replaced. Raises ConflictError for one of another run."""
+        try:
+            state = State.read(found.data, self._text)
+            if state.state != WRITING:
+                mine.uploads = state.uploads
+                return state
+            self._agree(state, mine)
+        except ConflictError:
+            if not force:
+                raise
+            with suppress(ConflictError):
+                theirs = State.read(found.data, self._text)
+                mine.uploads = theirs.uploads
+                self._check_members(theirs)
+            return None
+        return state
+
+    def _agree(self, theirs: State, mine: State) -> None:
+        """Raises ConflictError unless all members make the same of the same in the same way."""
+        if not theirs.members:
+            what = "a run without --part writes this destination, or has left it"
+            raise ConflictError(what, where=self._text, hint="continue that run with --resume and without --part")
+        has = "with" if theirs.hashes else "without"
+        texts = {
+            "members": f"the other parts are {theirs.members}, this is one of {mine.members}",
+            "version": f"the other parts have ckpttool {theirs.version}, this is {mine.version}",
+            "plan": "the other parts have another plan: the source, or the options, or what is at the same path there,"
+            " differ",
+            "parts": "the other parts cut the same plan in another way",
+            "hashes": f"the other parts were started {has} --manifest",
+        }
+        for key, text in texts.items():
+            if getattr(theirs, key) != getattr(mine, key):
+                hint = "give all parts the same command; to start over, end them all and use --force"
+                raise ConflictError(text, where=self._text, hint=hint)
+
+    def _begin_uploads(self, state: State, found: Found | None) -> None:
+        """Hold DST until there are uploads, and then no longer. Raises HeldError when another member does it."""
+        self._marker.take(state, found)
+        self._state = state
+        self._cut(self._plan, state.chunk)
+        try:
+            self._clear(state)
+        finally:
+            self._objects.clear()
+            self._marker.release()
+
+    def _wait(self) -> None:
+        if self._asked.is_set():
+            raise Stopped
+        time.sleep(LOOK_EVERY)
+
+    def _is_made(self) -> bool:
+        """Whether DST was made by members with this plan: the object that comes last tells."""
+        last = max(self._plan.outputs, key=lambda o: (rank(o.name), o.size))
+        held = self._store.head(self._keys.at(last.name))
+        return held is not None and held.size == last.size and held.run.startswith(self._digest[:_DIGITS])
+
+    def _take_part(self, state: State) -> State:
+        """Say that this part is at work. Raises HeldError when another process does it."""
+        mine = replace(state, state=WRITING, uploads={}, holder=None)
+        seen = ""
+        while True:
+            found = self._part.find()
+            try:
+                self._part.take(mine, found)
+            except HeldError as e:
+                if found is None or found.tag != (seen or found.tag):  # it lives
+                    what = f"another process does {self.member}"
+                    raise HeldError(what, where=self._text, hint="wait until it has ended, or end it") from e
+                seen = found.tag
+                self._wait()
+            else:
+                return mine
+
+    # -- work
+
+    def beat(self) -> None:
+        """From now on this process has threads, and one of them says that it lives."""
+        self._part.beat()
+
+    def make(self, path: str, size: int) -> bool:
+        """The branch has done it."""
+        return True
+
+    def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
+        assert self._branch is not None  # noqa: S101 - begin has made it
+        self._branch.record(pool, parts, sums)
+        self._sums |= sums
+        if self._sums and time.monotonic() - self._noted > REMEMBER:
+            self._note()
+
+    def check_running(self) -> None:
+        """Raises CommittedError when DST is complete, OutputError when the run has been given up."""
+        found = self._marker.find()
+        if found is not None and State.read(found.data, self._text).run == self._run:
+            return
+        if found is None and self._is_made():
+            raise CommittedError
+        what = "another part has given the run up, or another run has taken this destination over"
+        raise OutputError(what, where=self._text, hint="see what the other parts say")
+
+    def leave(self, pool: Medium) -> tuple[int, ...]:
+        """This part is done. Returns the numbers of those that are not; if there are any, this was all."""
+        assert self._mine is not None  # noqa: S101 - begin has made both
+        assert self._branch is not None  # noqa: S101
+        self._branch.finish(pool)
+        if self._sums:
+            self._note()
+        self._mine.state = DONE
+        self._part.put()
+        self._part.release()
+        waiting = [i for i in range(1, self.member.of + 1) if not self._is_done(i)]
+        if waiting:
+            self.check_running()
+            self.close()
+        return tuple(waiting)
+
+    def _is_done(self, number: int) -> bool:
+        found = self._store.get(self._part_key(number))
+        if found is None:
+            return False
+        state = State.read(found.data, self._text)
+        return state.run == self._run and state.state == DONE
+
+    def committer(self) -> ObjectCommit:
+        """All parts are done: what completes DST."""
+        self._stop_sending()
+        self._part.end()
+        self._spool.close()
+        return ObjectCommit(self.given, self._store, self, self._threads)
+
+    # -- leaving
+
+    def failed(self, error: BaseException, *, wrong: bool) -> None:
+        """What is wrong for good is not kept."""
+        self.wrong = wrong
+
+    def _stop_sending(self) -> None:
+        if self._branch is not None:
+            self._branch.stop()
+
+    def close(self) -> None:
+        self._stop_sending()
+        if self._sums and self._mine is not None:
+            with suppress(CkptError):
+                self._note()
+        self._part.release()
+        self._part.end()
+        super().close()
+
+    def discard(self) -> None:
+        """Leave nothing if the input is wrong: then no part has any use for what there is."""
+        if not self.wrong or self._state is None:
+            self.close()
+            return
+        self._stop_sending()
+        self._part.end()
+        with suppress(CkptError):
+            found = self._marker.find()
+            if found is not None and State.read(found.data, self._text).run == self._run:
+                self._marker.take(self._state, found)
+        super().discard()
+
+
+class ObjectCommit(ObjectDestination):
+    """DST for the member that completes it: a run of one process that is resumed, of which all parts were sent."""
+
+    def __init__(self, dst: Place, store: Store, member: ObjectMember, threads: int) -> None:
+        super().__init__(dst, store, single=member.single, threads=threads, one_of=_spool_of(member.member))
+        self._ours = member
+
+    def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
+        """The part has done it."""
+
+    def check_space(self, plan: Plan) -> None:
+        """It holds small objects."""
+
+    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
+        """Wait until no other member is at it. Raises CommittedError when one of them has done it."""
+        while True:
+            self._ours.check_running()
+            found = self._marker.find()
+            if found is None:
+                continue
+            state = State.read(found.data, self._text)
+            try:
+                self._marker.take(state, found)
+            except HeldError:
+                if beginning.stop.is_set():
+                    raise Stopped from None
+                time.sleep(LOOK_EVERY)
+                continue
+            self._state = state
+            return state, True
+
+    def failed(self, error: BaseException, *, wrong: bool) -> None:
+        """The others have ended."""

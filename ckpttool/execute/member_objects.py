@@ -1,0 +1,126 @@
+"""One of several processes that write an object store together: its share, then what completes DST.
+
+What they agree on, and how, is the destination's: see ``destinations.object_member``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpttool.errors import CkptError
+from ckpttool.execute.destinations.base import Destination
+from ckpttool.execute.destinations.members import CommittedError
+from ckpttool.execute.destinations.object_member import ObjectCommit, ObjectMember
+from ckpttool.execute.engine import _Run, _signals
+from ckpttool.execute.files import Medium
+from ckpttool.execute.journal import Finished
+from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.remote import open_medium
+from ckpttool.execute.schedule import Part
+from ckpttool.plan import Plan
+
+
+def share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> SentShare:
+    """The part of this process."""
+    assert isinstance(destination, ObjectMember)  # noqa: S101 - for mypy: there are two destinations of members
+    return SentShare(plan, destination, options, progress)
+
+
+class SentShare(_Run):
+    """A part of a run, sent to a store."""
+
+    destination: ObjectMember
+
+    def __init__(self, plan: Plan, destination: ObjectMember, options: RunOptions, progress: Progress) -> None:
+        super().__init__(plan, destination, options, progress)
+        self.again = f"run {destination.member} again to continue"
+        self.waiting: tuple[int, ...] = ()
+        """Parts that are not done when this one is."""
+
+    def go(self) -> RunResult:
+        """Raises CommittedError when DST is there already."""
+        began = time.perf_counter()
+        carried = [o.carried for o in self.plan.outputs if o.carried]
+        roots, force = self.options.source_roots, self.options.force
+        self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
+        self._check_sources()
+        self.destination.check_space(self.plan)
+        half, connections = self.options.memory // 2, self.options.connections
+        with _signals() as signals, open_medium(memory=half, connections=connections) as pool:
+            self.halt = pool.stop
+            self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
+            finished = self._begin()
+            try:
+                pool.scratch = str(self.destination.partial)
+                self.tasks = [self.tasks[t] for t in self.destination.own]
+                hands = self.hands = self._hire(finished)
+                self.destination.beat()
+                for path in self.outlet.paths:
+                    pool.expect_writes(path)
+                self.sums = finished.sums
+                self._announce(finished, [p for t in self.tasks for p in t.parts])
+                hands.carry_out(self.tasks, finished, pool, self, signals.later)
+                self.record(pool, *hands.unrecorded())
+                hands.end(now=False)
+                self._check_sources()
+                self.waiting = self.destination.leave(pool)
+            except BaseException as e:
+                error = self._stopped(e, pool)
+                if error is e:
+                    raise
+                raise error from e
+        return self._result(began, hands, pool)
+
+    def _stopped(self, error: BaseException, pool: Medium) -> BaseException:
+        """What to raise: what another part has completed needs nothing more of this one."""
+        if isinstance(error, Exception) and not isinstance(error, CommittedError):
+            with contextlib.suppress(CkptError):  # the first error is the one to tell
+                try:
+                    self.destination.check_running()
+                except CommittedError as e:
+                    error = e
+        wrong = not isinstance(error, CommittedError) and not self._may_pass(error)
+        self.destination.failed(error, wrong=wrong)
+        self.recorded += not wrong  # the others have begun, if this one has not
+        return self._give_up(error, pool)
+
+    def commit(self) -> SentCommit:
+        """All parts are done: the run that completes DST."""
+        options = replace(self.options, member=None, resume=True)
+        made = SentCommit(self.plan, self.destination.committer(), options, self.progress)
+        made.again = self.again
+        return made
+
+    def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
+        """Show how much this part has to do."""
+        mine = [p for p in parts if p.number not in finished.parts]
+        done = [p for p in parts if p.number in self.destination.finished]
+        total = sum([p.nbytes for p in mine]) + sum([p.nbytes for p in done])
+        self.progress.start(total, len({f for p in parts for f in p.files}))
+        for p in mine:
+            for file in p.files:
+                self.pending[file] += 1
+        self.skipped = sum([p.nbytes for p in done])
+        if isinstance(self.progress, PhasedProgress):
+            self.progress.phase("write", total, self.skipped)
+            self.shown = self.skipped
+        self._show(self.skipped)
+
+    def _checksums(self) -> list[Checksum]:
+        """Those of all parts are known to the one that completes DST."""
+        return []
+
+
+class SentCommit(_Run):
+    """What comes after the last share: the store has nearly everything, and DST is not there yet."""
+
+    destination: ObjectCommit
+
+    def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
+        self.shown = self.plan.bytes_written
+        for p in parts:
+            for file in p.files:
+                self.pending[file] += 1
