@@ -14,8 +14,9 @@ from unittest.mock import patch
 import pytest
 from botocore.awsrequest import AWSResponse
 
+import ckpttool as ckpttool_api
 from ckpttool.errors import AccessError, OutputError
-from ckpttool.execute import fleets
+from ckpttool.execute import fleets, schedule
 from ckpttool.execute.destinations import objects as destination
 from ckpttool.execute.destinations import s3
 from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
@@ -306,3 +307,34 @@ def test_verified_on_a_fleet(server: S3Server, tmp_path: Path) -> None:
     assert done.code == 3
     assert "1 of 39 tensors differ from the source" in done.err
     assert stored(server, "hf/") == {}
+
+
+@pytest.mark.thorough  # test_object_branch.py and test_object_member.py have more of it, in less time
+@pytest.mark.parametrize("how", ["fleet", "parts"])
+def test_many_machines_from_a_bucket_to_a_bucket(how: str, server: S3Server, tmp_path: Path) -> None:
+    """Each has its own client and finds its own credentials: no secret travels, nor lies beside DST."""
+    secret = os.environ["AWS_SECRET_ACCESS_KEY"]
+    for path in (FIXTURES / "llama_tp8").iterdir():
+        server.put("bucket", f"in/{path.name}", path.read_bytes())
+    one = tmp_path / "one"
+    assert ckpttool("reshard", "s3://bucket/in", one, "--tp-out", 2, "--manifest").code == 0
+    if how == "fleet":
+        fleet = FakeFleet(2)
+        with patch.object(destination, "LEAST_SHARE", 1 << 10), patch.object(schedule, "_BATCH_UNITS", 2):
+            ckpttool_api.open("s3://bucket/in").reshard(tp=2).run(
+                "s3://bucket/out", on=fleet, manifest=True, verify=True
+            )
+        assert len(fleet.sent) > 3
+        assert secret.encode() not in fleet._job
+        assert secret not in repr(fleet.sent)
+    else:
+        for part in ("2/3", "1/3", "3/3"):
+            assert "out/config.json" not in server.buckets["bucket"]
+            words = ("reshard", "s3://bucket/in", "s3://bucket/out", "--tp-out", 2, "--manifest", "--verify")
+            done = ckpttool(*words, "--part", part)
+            assert done.code == 0, done.err
+            beside = [s.data for k, s in server.buckets["bucket"].items() if ".ckpttool" in k]
+            assert secret.encode() not in b"".join(beside)
+    made = {k.removeprefix("out/"): s.data for k, s in server.buckets["bucket"].items() if k.startswith("out/")}
+    assert made == {p.relative_to(one).as_posix(): p.read_bytes() for p in one.rglob("*") if p.is_file()}
+    assert not server.uploads
