@@ -344,6 +344,36 @@ def test_files_with_checksums_inside_are_refused(store: ObjectStore) -> None:
     assert not store.objects_
 
 
+def test_a_part_that_was_thought_dead(store: ObjectStore, plan: Plan) -> None:
+    """It comes back when the others have completed DST, with hashes to leave and chunks to send."""
+    record = object_member.ObjectMember.record
+    came: list[object_member.ObjectMember] = []
+
+    def late(self: object_member.ObjectMember, *given: Any) -> None:
+        if self.member.number == 1 and not came:
+            came.append(self)
+            with patch.object(Holder, "is_gone", lambda _: True), patch("tempfile.tempdir", str(came_at)):
+                write(plan, resume=True, manifest=True)
+            self._sums["0.0"] = "taken before it fell silent"
+        record(self, *given)
+
+    came_at = Path(plan.sources[0].path).parent
+    with patch.object(object_member.ObjectMember, "record", late):
+        result = member(plan, 1, 2, manifest=True)
+    assert came
+    assert "another part has completed DST" in result.notes[-1]
+    assert not [k for k in store.files() if ".ckpttool-partial" in k]
+    assert not store.uploads_
+
+
+def test_a_destination_that_has_lost_an_object(store: ObjectStore, plan: Plan) -> None:
+    for number in (1, 2):
+        member(plan, number, 2)
+    del store.objects_["run/hf/rank_0.bin"]
+    with pytest.raises(OutputError, match="the destination exists"):
+        member(plan, 1, 2)
+
+
 def test_hashes_that_another_part_has_taken(store: ObjectStore, plan: Plan) -> None:
     """Of a tensor at the border of two shares: chunks do not wait for them."""
     write(plan, manifest=True)

@@ -229,10 +229,13 @@ class ObjectMember(ObjectDestination):
         time.sleep(LOOK_EVERY)
 
     def _is_made(self) -> bool:
-        """Whether DST was made by members with this plan: the object that comes last tells."""
+        """Whether DST was made by members with this plan: the object that comes last says so, and all are there."""
         last = max(self._plan.outputs, key=lambda o: (rank(o.name), o.size))
         held = self._store.head(self._keys.at(last.name))
-        return held is not None and held.size == last.size and held.run.startswith(self._digest[:_DIGITS])
+        if held is None or not held.run.startswith(self._digest[:_DIGITS]):
+            return False
+        sizes = dict(self._store.objects(self._keys.prefix))
+        return all(sizes.get(self._keys.at(o.name)) == o.size for o in self._plan.outputs)
 
     def _take_part(self, state: State) -> State:
         """Say that this part is at work. Raises HeldError when another process does it."""
@@ -267,6 +270,11 @@ class ObjectMember(ObjectDestination):
         self._sums |= sums
         if self._sums and time.monotonic() - self._noted > REMEMBER:
             self._note()
+
+    def _note(self) -> None:
+        """Not beside a DST that others have completed."""
+        self._part.check()
+        super()._note()
 
     def check_running(self) -> None:
         """Raises CommittedError when DST is complete, OutputError when the run has been given up."""
