@@ -58,7 +58,9 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
     try:
         return _together(_share(plan, destination, options, progress), options.member)
     except OutputError:
-        if not isinstance(destination, MemberDestination) or not is_made(plan, destination.path, options.member, options):
+        if not isinstance(destination, MemberDestination) or not is_made(
+            plan, destination.path, options.member, options
+        ):
             raise
         said = f"DST is there already, and what {options.member} has to make of it is equal to the sources"
         return _ended(progress, _nothing_done(plan, options), said, Standing(options.member, committed=True))

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 from botocore.awsrequest import AWSResponse
 
-import ckpttool as ckpttool_api
 from ckpttool.errors import AccessError, OutputError
 from ckpttool.execute import fleets, schedule
 from ckpttool.execute.destinations import objects as destination
@@ -318,19 +317,21 @@ def test_many_machines_from_a_bucket_to_a_bucket(how: str, server: S3Server, tmp
         server.put("bucket", f"in/{path.name}", path.read_bytes())
     one = tmp_path / "one"
     assert ckpttool("reshard", "s3://bucket/in", one, "--tp-out", 2, "--manifest").code == 0
+    words = ("reshard", "s3://bucket/in", "s3://bucket/out", "--tp-out", 2, "--manifest", "--verify")
     if how == "fleet":
         fleet = FakeFleet(2)
-        with patch.object(destination, "LEAST_SHARE", 1 << 10), patch.object(schedule, "_BATCH_UNITS", 2):
-            ckpttool_api.open("s3://bucket/in").reshard(tp=2).run(
-                "s3://bucket/out", on=fleet, manifest=True, verify=True
-            )
+        with (
+            patch.object(fleets, "fleet_for", lambda _: fleet),
+            patch.object(destination, "LEAST_SHARE", 1 << 10),
+            patch.object(schedule, "_BATCH_UNITS", 2),
+        ):
+            assert ckpttool(*words, "--on", "ray").code == 0
         assert len(fleet.sent) > 3
         assert secret.encode() not in fleet._job
         assert secret not in repr(fleet.sent)
     else:
         for part in ("2/3", "1/3", "3/3"):
             assert "out/config.json" not in server.buckets["bucket"]
-            words = ("reshard", "s3://bucket/in", "s3://bucket/out", "--tp-out", 2, "--manifest", "--verify")
             done = ckpttool(*words, "--part", part)
             assert done.code == 0, done.err
             beside = [s.data for k, s in server.buckets["bucket"].items() if ".ckpttool" in k]
