@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from tests.cluster import llama
 from tests.cluster.slurm import Slurm
-from tests.cluster.tasks import CKPTTOOL, MPIRUN, TORCHRUN, environment, needs_mpi
+from tests.cluster.tasks import CKPTTOOL, MPIRUN, ROOT, TORCHRUN, environment, needs_mpi
 
 PARTS = 4
 JOBS = {
@@ -168,13 +169,14 @@ def requeued(cluster: Slurm) -> Iterator[Slurm]:
 
 
 def test_slurm_requeues_the_job(requeued: Slurm, job: Job, tmp_path: Path) -> None:
-    """A batch job in which a part is killed: it goes back to the queue, and continues."""
+    """The batch script of the docs, in which a part is killed: it goes back to the queue, and continues."""
     dst, mark, output = tmp_path / "dst", tmp_path / "mark", tmp_path / "out"
     mortal = [sys.executable, "-m", "tests.cluster.mortal", "3", str(mark), *job.words(dst), "--part", "auto"]
-    again = "[ ${SLURM_RESTART_COUNT:-0} -lt 3 ] && scontrol requeue $SLURM_JOB_ID && sleep 60"
+    shown = (ROOT / "docs" / "cluster" / "reshard.sbatch").read_text(encoding="utf-8")
     script = tmp_path / "script.sh"
-    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 {shlex.join(mortal)} || {{ {again}; }}\n")
-    options = (f"-N{PARTS}", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={output}")
+    run = re.sub(r"(?m)^run=\(.*\)$", lambda _: f"run=({shlex.join(mortal)})", shown)
+    script.write_text(run.replace("--cpus-per-task=16 ", "").replace("source ", "# "), encoding="utf-8")
+    options = (f"-N{PARTS}", "--cpus-per-task=1", "--mem=0", "--open-mode=append", f"--output={output}")
     own = environment(SLURM_CONF=requeued.environment["SLURM_CONF"])
     ended = _by(["sbatch", *options, str(script)], own)
     assert ended.good, ended.said

@@ -20,7 +20,7 @@ from tests.docs.runner import ROOT, blocks
 PAGE = ROOT / "docs" / "cluster.md"
 FILES = ROOT / "docs" / "cluster"
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-CALL = re.compile(rf"ckpttool (?P<name>{'|'.join(COMMANDS)}) (?P<rest>.*?)(?= {{2,}}| [#&]|['|]|$)")
+CALL = re.compile(rf"ckpttool (?P<name>{'|'.join(COMMANDS)}) (?P<rest>.*?)(?= {{2,}}| [#&]|['|)]|$)")
 
 
 def calls(text: str) -> list[list[str]]:
