@@ -130,6 +130,7 @@ def spelled(text: str, indent: int | None = None) -> bytes:
     return dumped(data) if indent is None else json.dumps(data, indent=indent, ensure_ascii=False).encode()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("indent", [None, 0, 4])
 @pytest.mark.parametrize("chunk", [1, 10, 1 << 20])
 def test_only_the_spelling_changes(

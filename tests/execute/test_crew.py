@@ -131,7 +131,7 @@ def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.Monkey
             ask(worker, die=True)
 
     killed()
-    gc.collect()  # a file that is left to it is a warning, and so an error
+    gc.collect(1)  # a file that is left to it is a warning, and so an error
 
 
 @pytest.mark.usefixtures("beside")

@@ -118,6 +118,7 @@ def end_at(store: ObjectStore, number: int, fault: str, plan: Plan, **options: A
     return False
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("manifest", [False, True])
 def test_a_run_that_ends_at_any_request(fault: str, manifest: bool, store: ObjectStore, plan: Plan) -> None:

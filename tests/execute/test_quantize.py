@@ -188,6 +188,7 @@ def test_processes_write_what_a_thread_writes(tmp_path: Path) -> None:
     assert [c.tensor for c in result.manifest] == ["codes", "scales", "codes"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["block", "tensor", "mxfp4", "nvfp4", "channel bf16"])
 @pytest.mark.parametrize("panel", [64, 1 << 20])
 def test_resume_goes_on_inside_a_tensor(tmp_path: Path, name: str, panel: int) -> None:

@@ -191,6 +191,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tensorfile.Tensors:
     return ranks(save.write(FULL), path / "out")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_state_in_runs_of_what_ranks_had(tp: int, dp: int, tmp_path: Path, whole: tensorfile.Tensors) -> None:

@@ -254,6 +254,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("mesh", "named"), EXPERTS)
 @pytest.mark.parametrize("target", ["transformer_engine", "local"])
 def test_experts(mesh: str, named: dict[str, tuple[int, int, int]], target: str, tmp_path: Path) -> None:
@@ -304,6 +305,7 @@ def buffer(names: list[str], held: dict[str, Array]) -> Array:
 KEY = (Dtype("bfloat16"), Dtype("float32"))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("target", ["transformer_engine", "local"])
 def test_optimizer(masters: bool, target: str, tmp_path: Path) -> None:

@@ -388,6 +388,7 @@ def test_the_configuration_of_nemo1(tmp_path: Path) -> None:
     assert "a gated geglu" in refused(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("doubled", "said"),
     [

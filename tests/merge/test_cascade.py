@@ -86,6 +86,7 @@ def test_pieces_add_up_in_the_order_of_the_reference(data: st.DataObject, lanes:
     assert summed(values, cuts, lanes).tobytes() == reference(values, lanes).tobytes()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("more", [-4, -1, 0, 1, 5])
 @pytest.mark.parametrize("lines", [16, 256, 4096, 8192])
 def test_every_register_spills_in_time(lines: int, more: int) -> None:

@@ -320,6 +320,7 @@ def test_panels_are_what_whole_arrays_give(data: st.DataObject) -> None:
     np.testing.assert_array_equal(codes, want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize("r", [BLOCK, CHANNEL, NVFP4], ids=lambda r: r.scheme)
