@@ -118,7 +118,7 @@ _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
 _SECONDS = 60.0
 """After which a process that says nothing is taken for hanging."""
-_RANDOM = re.compile(r"\.old-\d+|ckpttool-[a-z0-9_]{8}")
+_RANDOM = re.compile(r"\.old-\d+|ckpttool-[a-z0-9_]{8}|(?<=[-.])(?:[0-9a-f]{32}|[0-9a-f]{16})(?![0-9a-f])")
 
 
 @dataclass(frozen=True, slots=True)

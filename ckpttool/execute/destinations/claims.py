@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.holder import HERE, Holder
+from ckpttool.execute.files import write_error
 
 BEAT = 10.0
 SILENT = 60.0
@@ -287,10 +288,12 @@ class Claim:
                     self._write(_counted(self._count))
 
     def check(self) -> None:
-        """Raises TakenOverError when somebody else has the claim, OutputError when the directory is gone."""
+        """Raises TakenOverError when somebody else has the claim, OutputError when that cannot be found out."""
         with self._lock:
-            fd = self._open()
-            os.close(fd)
+            try:
+                os.close(self._open())
+            except OSError as e:
+                raise write_error(e, self._claims.folder.where, 0, 0) from e
             self._looked = time.monotonic()
 
     def check_lately(self) -> None:

@@ -42,7 +42,7 @@ import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ class Meeting:
         self._inode = 0
         """Of what has become DST just before this process came."""
         self._agreed = False
+        self._identity: dict[str, Any] = {}
         self._known: set[str] = set()
         self._looked = 0.0
 
@@ -153,11 +154,11 @@ class Meeting:
         digest, of = plan.digest(), self.member.of
         mine = {"plan": digest, "parts": parts, "of": of, "version": __version__, "hashes": [*hashes]}
         by = {"host": os.uname().nodename, "pid": os.getpid(), "part": self.member.number}
-        line = json.dumps({"members": 1, **mine, **by}).encode() + b"\n"
+        self._identity = {"members": 1, **mine, **by}
         self.claims.plan, self.parts = digest, parts
-        found = self.folder.read(MEMBERS)
+        found = self.folder.read(MEMBERS) or self.folder.read(COMMITTING)
         if found is None:
-            self.folder.put_new(MEMBERS, line)
+            self.folder.put_new(MEMBERS, json.dumps(self._identity).encode() + b"\n")
             found = self.folder.read(MEMBERS)
         said: Any = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -243,9 +244,10 @@ class Meeting:
             os.close(self._made)
             self._made = -1
 
-    def inode(self) -> int:
-        """Of what is to become DST."""
-        return os.fstat(self._made).st_ino
+    def say_committing(self) -> None:
+        """What is about to become DST, and of what plan."""
+        said = self._identity | {"inode": os.fstat(self._made).st_ino}
+        self.folder.put(COMMITTING, json.dumps(said).encode() + b"\n")
 
     def is_committed(self) -> bool:
         """Whether DST is what the members made."""
@@ -325,10 +327,10 @@ class Meeting:
             self.remove_all()
 
     def remove_all(self) -> None:
-        """What says that there were members goes last: until then it is known what the rest is."""
+        """What says what has become DST goes last: until then it is known what the rest is."""
         if not os.path.samestat(os.fstat(self.folder.fd), self.path.lstat()):
             return  # another run's by now
-        last = (COMMITTING, MEMBERS)
+        last = (MEMBERS, COMMITTING)
         for name in [*(n for n in self.folder.names() if n.startswith(_OWN) and n not in last), *last]:
             with contextlib.suppress(FileNotFoundError):
                 remove(self.path / name)
@@ -363,8 +365,8 @@ class MemberDestination(LocalDestination):
         return fd
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
-        if (self.meeting.path / COMMITTING).exists():
-            return  # parts that ended while they renamed: `begin` finds out
+        if self.meeting.path.exists() and self.meeting.folder.fd < 0:
+            return  # parts may have ended while they gave it its name: `begin` finds out
         super().check_absent(force=force, appeared=appeared)
 
     def check_space(self, plan: Plan) -> None:
@@ -380,7 +382,7 @@ class MemberDestination(LocalDestination):
             meeting.enter(self.share)
             meeting.agree(self._plan, parts, hashes)
             self._part = meeting.take_part()
-            self._settle_committing()
+            self._settle_committing(force=beginning.force)
             super().check_absent(force=beginning.force)
             meeting.know_failures()
             survey = Survey(self._plan, self._tasks)
@@ -411,7 +413,7 @@ class MemberDestination(LocalDestination):
                 found.parts -= {p.number for p in task.parts}
         return found
 
-    def _settle_committing(self) -> None:
+    def _settle_committing(self, *, force: bool) -> None:
         """Find out what became of a commit whose process ended in its last step."""
         meeting = self.meeting
         if not meeting.is_committed():
@@ -419,6 +421,7 @@ class MemberDestination(LocalDestination):
             return
         with contextlib.suppress(OSError):  # who has done it removes it as well
             if meeting.claims.take("commit", lambda _: not meeting.path.exists()):
+                self._put_back(force=force)
                 meeting.remove_all()
         raise CommittedError
 
@@ -506,7 +509,8 @@ class MemberDestination(LocalDestination):
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         """Sync the files, then say so in the own journal, with the bytes that were kept back."""
-        self.meeting.check_failures()
+        with shared_errors(self.meeting.path):
+            self.meeting.check_failures()
         if self._part is not None:
             self._part.check()
         edges = self.edges()
@@ -518,7 +522,8 @@ class MemberDestination(LocalDestination):
 
         A part that has nothing to do is waited for as well: it would come when DST is there, and find it in its way.
         """
-        found, came = self.meeting.union(), self.meeting.came()
+        with shared_errors(self.meeting.path):
+            found, came = self.meeting.union(), self.meeting.came()
         done = {i for i, share in enumerate(self._shares, 1) if i in came and self._is_done(share, found)}
         waiting = tuple(i for i in range(1, self.member.of + 1) if i not in done)
         if self.member.number in waiting:
@@ -616,7 +621,7 @@ class CommitDestination(LocalDestination):
             meeting.folder.sync()
             self.partial = meeting.path / mine / _FILES
             self._paths = [self.partial / o.name for o in beginning.plan.outputs]
-            self._put_back(force=False)
+            self._put_back(force=beginning.force)
             found = meeting.union()
         except BaseException as e:
             committed = isinstance(e, CommittedError | OSError) and meeting.is_committed()
@@ -660,7 +665,7 @@ class CommitDestination(LocalDestination):
             self._commit.check()
             for directory in self._directories():
                 sync_directory(directory)
-            meeting.folder.put(COMMITTING, json.dumps({"inode": meeting.inode()}).encode())
+            meeting.say_committing()
         except OSError as e:
             raise write_error(e, str(meeting.path), 0, 0) from e
 
@@ -677,7 +682,8 @@ class CommitDestination(LocalDestination):
             try:
                 meeting.remove_all()
             except OSError as e:
-                note = f"what the parts had in common could not be removed: {meeting.path}: {e.strerror}"
+                left = f"what the parts had in common could not be removed: {meeting.path}: {e.strerror}"
+                note = f"{note}; {left}" if note else left
         finally:
             self.close()
         return note
@@ -722,6 +728,15 @@ def check_made(path: str, size: int, shared: Path) -> None:
     if found != size:
         hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(shared))}"
         raise ConflictError("an output of the parts was changed from outside", where=path, hint=hint)
+
+
+@contextlib.contextmanager
+def shared_errors(directory: Path) -> Iterator[None]:
+    """What goes wrong with the shared directory is an OutputError."""
+    try:
+        yield
+    except OSError as e:
+        raise gone(e, directory) from e
 
 
 def gone(e: OSError, directory: Path) -> OutputError:
