@@ -39,7 +39,6 @@ from ckpttool.execute.schedule import Part
 from ckpttool.execute.workforce import Outlet
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import Place
-from ckpttool.words import ranges
 
 
 def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
@@ -95,10 +94,8 @@ def _together(mine: _Part, member: Member) -> RunResult:
     try:
         result = mine.go()
         if mine.waiting:
-            numbers = ranges(mine.waiting)
-            others = f"part {numbers} is" if len(mine.waiting) == 1 else f"parts {numbers} are"
-            said = f"{member} is done; DST appears when {others}"
-            return _ended(mine.progress, result, said, Standing(member, committed=False, waiting_for=mine.waiting))
+            mine.progress.finish()
+            return replace(result, standing=Standing(member, committed=False, waiting_for=mine.waiting))
         made = mine.commit().go()
     except CommittedError:
         said = f"{member} is done; another part has completed DST"
