@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import AccessError, CkptError, ConflictError, CorruptError, OutputError, UsageError
 from ckpttool.execute import RunOptions, RunResult, run
+from ckpttool.execute.checks import check
 from ckpttool.execute.destinations import marker, object_member, objects
 from ckpttool.execute.destinations.holder import Holder
 from ckpttool.execute.options import Member
@@ -28,7 +29,7 @@ from tests.execute.merges import merge_plan
 from tests.execute.plans import expected, reshard
 from tests.execute.test_bytes import recipes
 from tests.execute.test_chunks import small
-from tests.execute.test_objects import AT, Dst, check_absent_or_whole, check_whole, plan, write
+from tests.execute.test_objects import AT, Dst, check_absent_or_whole, check_whole, plan, with_copies, write
 from tests.helpers.object_store import Fault, ObjectStore
 from tests.helpers.sample import examples, some
 
@@ -372,6 +373,34 @@ def test_a_destination_that_has_lost_an_object(store: ObjectStore, plan: Plan) -
     del store.objects_["run/hf/rank_0.bin"]
     with pytest.raises(OutputError, match="the destination exists"):
         member(plan, 1, 2)
+
+
+def test_comparisons_are_made_by_one_part(store: ObjectStore, plan: Plan, tmp_path: Path) -> None:
+    """Not again by the one that completes DST; a difference ends the run, whoever finds it."""
+    plan = with_copies(plan, tmp_path / "copies", b"x")
+    compared: list[int] = []
+
+    def look(step: Any, *given: Any) -> None:
+        compared.append(step.a.offset)
+        check(step, *given)
+
+    with patch("ckpttool.execute.workforce.check", look):
+        for number in (1, 2, 3):
+            member(plan, number, 3)
+    check_whole(store, plan)
+    assert len(compared) == len(set(compared)) > 3
+    store.objects_.clear()
+    wrong = with_copies(plan, tmp_path / "wrong", b"y")
+    failed = 0
+    for number in (1, 2, 3):
+        try:
+            member(wrong, number, 3)
+        except CorruptError:
+            failed += 1
+            break
+    assert failed
+    assert not store.objects_
+    assert not store.uploads_
 
 
 def test_hashes_that_another_part_has_taken(store: ObjectStore, plan: Plan) -> None:

@@ -20,7 +20,7 @@ from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputErro
 from ckpttool.execute import NoProgress, RunOptions, RunResult, files, run, workforce
 from ckpttool.execute.destinations import holder, marker, objects, spool
 from ckpttool.execute.workforce import CompletionQueue
-from ckpttool.plan import Output, Plan
+from ckpttool.plan import AssertEqual, Block, Output, Plan, Source, Unit
 from tests.execute.plans import expected, reshard
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.sample import some
@@ -584,3 +584,25 @@ def test_a_spool_disk_that_fills_up(store: ObjectStore, plan: Plan) -> None:
     assert e.value.hint.startswith("free space there, or set TMPDIR to a directory on a larger disk")
     write(plan, resume=True)
     check_whole(store, plan)
+
+
+def with_copies(plan: Plan, path: Path, last: bytes) -> Plan:
+    """The same with two copies of a large tensor to compare; the last byte of one of them is x."""
+    size = 3 << 20
+    path.write_bytes(bytes(size - 1) + b"x" + bytes(size - 1) + last)
+    sources = [*plan.sources, Source(str(path), 2 * size, str(path.stat().st_mtime_ns))]
+    one, other = (Block(len(plan.sources), at, (1,)) for at in (0, size))
+    unit = Unit("copies", (AssertEqual(one, other, (size,), "U8", "copies"),))
+    return replace(plan, sources=sources, units=[*plan.units, unit])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_copies_that_disagree(store: ObjectStore, plan: Plan, tmp_path: Path, resume: bool) -> None:
+    """Comparisons of large tensors are parts that write nothing: no chunk says that they were made."""
+    plan = with_copies(plan, tmp_path / "copies", b"y")
+    if resume:
+        with patch("ckpttool.execute.workforce.check", lambda *_: None):
+            interrupted(store, plan)
+    with pytest.raises(CorruptError):
+        write(plan, resume=resume)
+    assert not store.objects_

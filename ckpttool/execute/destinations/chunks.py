@@ -111,12 +111,13 @@ class Chunks:
     def finished(self, sent: Sequence[Collection[int]], sums: Collection[str]) -> set[int]:
         """Parts that need not be done again when these chunks of each output have been sent before.
 
-        A hash that is not among ``sums`` has to read its tensor back, so all of that is done again.
+        A hash that is not among ``sums`` has to read its tensor back, so all of that is done again. So is what writes
+        nothing but compares: no chunk says that it was done.
         """
         out: set[int] = set()
         for parts, keys, ranges, whole in zip(self._parts, self._keys, self._ranges, self._whole, strict=True):
             chunks = ((f, c) for f, first, stop in ranges for c in range(first, stop))
-            if not whole and all(k in sums for k in keys) and all(c in sent[f] for f, c in chunks):
+            if ranges and not whole and all(k in sums for k in keys) and all(c in sent[f] for f, c in chunks):
                 out.update(parts)
         return out
 

@@ -362,6 +362,12 @@ class ObjectCommit(ObjectDestination):
     def check_space(self, plan: Plan) -> None:
         """It holds small objects."""
 
+    def begin(self, beginning: Beginning) -> Finished:
+        """What the members have done: all that was to be sent, and all comparisons."""
+        found = super().begin(beginning)
+        found.parts |= {p.number for t in beginning.tasks for p in t.parts if not p.files}
+        return found
+
     def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
         """Wait until no other member is at it. Raises CommittedError when one of them has done it."""
         while True:
