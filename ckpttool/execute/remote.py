@@ -211,7 +211,8 @@ def check_unchanged(files: Sequence[DataFile]) -> None:
 def check_here(files: Iterable[DataFile]) -> None:
     """Raises AccessError for the first file of this machine that is not the one that another machine means.
 
-    That says nothing of the file there, so a run that has come far can go on without this machine.
+    Of an output, which has the tag "", the size is compared. That says nothing of the file there, so a run that has
+    come far can go on without this machine.
     """
     for file in files:
         if not isinstance(file.place, Path):
@@ -219,10 +220,16 @@ def check_here(files: Iterable[DataFile]) -> None:
         try:
             found = DataFile.at(file.place)
         except OSError as e:
-            what = f"this machine cannot read a source of the run: {e.strerror or e}"
-            hint = "all nodes must see SRC under the same path"
+            what = f"this machine cannot read {'a source' if file.tag else 'an output'} of the run: {e.strerror or e}"
+            hint = f"all nodes must see {'SRC' if file.tag else 'DST'} under the same path"
             raise AccessError(what, where=str(file.place), hint=hint) from e
-        if (found.size, found.tag) != (file.size, file.tag):
+        if not file.tag and found.size != file.size:
+            raise AccessError(
+                f"an output of the run has {found.size:,} bytes here, and {file.size:,} where it was made",
+                where=str(file.place),
+                hint="all nodes must see the same DST",
+            )
+        if file.tag and (found.size, found.tag) != (file.size, file.tag):
             raise AccessError(
                 "a source is another file here than where the run was planned, or it has changed since",
                 where=str(file.place),

@@ -191,8 +191,12 @@ def _bytes_of(file: int, size: int) -> LogicalTensor:
 class Checker:
     """Does checks, in several threads. It can be pickled; what it has opened stays behind."""
 
-    def __init__(self, sides: Sequence[Sides], memory: int, advance: Advance = unwatched) -> None:
+    def __init__(
+        self, sides: Sequence[Sides], memory: int, advance: Advance = unwatched, outputs: SentFiles | None = None
+    ) -> None:
+        """``outputs`` are files that were written and are read on other machines."""
         self._sides = tuple(sides)
+        self._outputs = outputs or SentFiles()
         self._memory = memory
         self._advance = advance
         self._catalogs = [(catalog_of(s.source), catalog_of(s.written)) for s in sides]
@@ -200,13 +204,14 @@ class Checker:
         self._one = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Checker, (self._sides, self._memory)
+        return Checker, (self._sides, self._memory, unwatched, self._outputs)
 
     @property
     def files(self) -> Iterator[DataFile]:
         """What must be the same wherever the checks are done."""
         for side in self._sides:
             yield from side.source
+        yield from self._outputs
 
     def reads(self, check: Check) -> Reads:
         """What a check reads from other machines. Operands are read ahead when their turn comes."""
@@ -291,7 +296,9 @@ class Verification:
             mine = self._done(checks, [c for c, is_here in zip(checks.checks, here, strict=True) if is_here], advance)
             found = [f for _, f in mine]
         there = [c for c, is_here in zip(checks.checks, here, strict=True) if not is_here]
-        work = Checker(checks.sides, self.memory)
+        used = dict.fromkeys((c.side, i) for c in there for i in c.written)
+        outputs = SentFiles([checks.sides[side].written[i]._replace(tag="", encoding=None) for side, i in used])
+        work = Checker(checks.sides, self.memory, outputs=outputs)
         limits = Limits(self.memory // 2, self.connections)
         done = map_over(fleet, work, there, [c.nbytes for c in there], limits, stop=stop, advance=advance)
         first = iter(found)

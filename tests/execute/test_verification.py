@@ -212,6 +212,21 @@ def test_a_machine_with_another_source(small: Output, monkeypatch: pytest.Monkey
     assert e.value.where[-1].startswith("on node-")
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_machine_without_the_output(small: Output, there: bool) -> None:
+    """It has another file of that name, or none. That is no difference, and no reason to throw the output away."""
+    checks = small.looked()
+    path = small.tensors()[0][0]
+    path.rename(path.with_suffix(".away"))
+    if there:
+        path.write_bytes(b"another one")
+    said = "has 11 bytes here" if there else "cannot read an output of the run"
+    with pytest.raises(AccessError, match=said) as e:
+        Verification(lambda _: checks, MEMORY).on(FakeFleet(2), small.dst, lambda _: None, threading.Event())
+    assert "DST" in str(e.value.hint)
+    assert e.value.where[-1].startswith("on node-")
+
+
 def test_a_signed_url_stays_here(small: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = small.looked()
     url = "https://host/models/model_tp0.safetensors"
