@@ -2,7 +2,7 @@
 
 A launcher that starts all processes again when one has died, and a queue that does so with a job, start some of them
 when the others have made DST. Nothing in DST says who made it, and another source of the same shapes has the same names
-and sizes. So it is proven: such a part compares its share of DST with the sources, as ``--verify`` does.
+and sizes. So it is proven: such a part compares its share of DST with the sources, or all of it with ``--verify``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ckpttool.plan import Plan
 
 
 def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
-    """Whether DST is what the run makes: the files, their sizes, and every element of this part's share."""
+    """Whether DST is what the run makes: the files, their sizes, and every element of this part's share (of all shares,
+    where the run verifies)."""
     if options.force or options.prove is None:
         return False
     sizes = {o.name: o.size for o in plan.outputs}
@@ -28,7 +29,8 @@ def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
         found = {str(p.relative_to(folder)): p.stat().st_size for p in paths}
         if found.keys() != sizes.keys() | more or any(found[name] != size for name, size in sizes.items()):
             return False
-        options.prove.share(folder, unwatched, member.number - 1, member.of)
+        whole = options.verify is not None  # what is said of a verified DST is said of all of it
+        options.prove.share(folder, unwatched, *((0, 1) if whole else (member.number - 1, member.of)))
     except (CkptError, OSError):
         return False
     except BaseException:

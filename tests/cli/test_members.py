@@ -259,3 +259,15 @@ def test_another_dst_is_not_taken_for_it(change: str, here: Path) -> None:
     assert done.code == 1
     assert "the destination exists" in done.err
     assert ckpttool(*words, "--part", "1/1", "--force").code == 0
+
+
+def test_with_verify_all_of_a_dst_is_proven(here: Path) -> None:
+    """What is called verified is so as a whole, and not in the part of whoever says it."""
+    words = COMMANDS["reshard"]
+    assert ckpttool(*words, "--part", "1/1").code == 0
+    largest = max((here / "dst").glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[-1] ^= 1
+    largest.write_bytes(data)
+    assert sorted(ckpttool(*words, "--part", f"{i}/2").code for i in (1, 2)) == [0, 1]
+    assert [ckpttool(*words, "--part", f"{i}/2", "--verify").code for i in (1, 2)] == [1, 1]
