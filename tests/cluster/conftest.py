@@ -39,9 +39,9 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="session")
 def _lasting(ray_nodes: RayNodes) -> Iterator[LastingFleet]:
-    from ckpttool.execute.fleets import fleet_for
+    from ckpttool.execute.fleets.ray import RayFleet
 
-    fleet = LastingFleet(lambda: fleet_for(ray_nodes.on))
+    fleet = LastingFleet(lambda: RayFleet(ray_nodes.address))
     yield fleet
     fleet.dismiss()
 
@@ -51,10 +51,10 @@ def ray_fleet(_lasting: LastingFleet, monkeypatch: pytest.MonkeyPatch) -> Lastin
     """``--on ray`` in this process: the cluster, whose nodes need not begin anew for each run. Small runs have many
     shares, too.
     """
-    from ckpttool.execute import fleets
     from ckpttool.execute.destinations import local
+    from ckpttool.execute.fleets import ray
 
     _lasting.begin()
-    monkeypatch.setattr(fleets, "fleet_for", lambda _text: _lasting)
+    monkeypatch.setattr(ray, "fleet", lambda _address: _lasting)
     monkeypatch.setattr(local, "LEAST_SHARE", 1 << 10)
     return _lasting

@@ -4,6 +4,8 @@ It lives in a process of its own, so that tests need no Ray in theirs, and ends 
 
     -> {"add": "three", "cpus": 1, "environment": {}}      <- {"pid": 4711}
     -> {"remove": "three"}                                 <- {}
+
+``join`` adds a node that sees other files than the rest, in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
@@ -41,14 +43,15 @@ class RayNodes:
     def __enter__(self) -> Self:
         self._temp = tempfile.mkdtemp(prefix="r-", dir="/tmp")
         Path(self._temp, "ray").mkdir()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         own = {"TMPDIR": self._temp, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        self._environment = {**inherited, **self.environment, **own}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.ray_nodes", self._temp, *self.names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=self._temp,
-            env={**environment, **self.environment, **own},
+            env=self._environment,
         )
         said = self._hear()
         self.address, self.raylets = said["address"], said["raylets"]
@@ -67,7 +70,7 @@ class RayNodes:
         """For ``--on``."""
         return f"ray={self.address}"
 
-    def add(self, name: str, cpus: int = 1, environment: Mapping[str, str] | None = None) -> None:
+    def add(self, name: str, cpus: int = 2, environment: Mapping[str, str] | None = None) -> None:
         said = {"add": name, "cpus": cpus, "environment": {**self.environment, **(environment or {})}}
         self.raylets[name] = self._ask(said)["pid"]
 
@@ -80,6 +83,32 @@ class RayNodes:
         """A node is gone, without a word."""
         os.kill(self.raylets[name], signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def join(
+        self, name: str, *, over: Mapping[Path, Path | None] | None = None, variables: Mapping[str, str] | None = None
+    ) -> Iterator[None]:
+        """For a while there is another node. It sees other directories, by the places where they lie (None: an empty
+        one), and has further variables of the environment.
+        """
+        mounts = {str(place): str(other or "") for place, other in (over or {}).items()}
+        words = [sys.executable, "-m", "tests.cluster.ray_nodes", "join", self.address, name, json.dumps(mounts)]
+        process = subprocess.Popen(
+            ["unshare", "--mount", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=self._temp,
+            env=self._environment | {"NODE_VARIABLES": json.dumps(dict(variables or {}))},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"joined\n"
+            yield
+        finally:
+            process.stdin.close()
+            process.wait(60)
+            process.stdout.close()
+
     def restore(self) -> None:
         """All nodes of the beginning, and no other."""
         for name, pid in list(self.raylets.items()):
@@ -91,7 +120,7 @@ class RayNodes:
 
     def hands(self, name: str) -> list[int]:
         """Processes of a node that work for a run."""
-        return [pid for pid in _children(self.raylets[name]) if "Hand" in _command(pid)]
+        return [pid for pid in children(self.raylets[name]) if "Hand" in _command(pid)]
 
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -119,7 +148,7 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -136,7 +165,7 @@ def host(temp: str, names: Sequence[str]) -> None:
     from ray.cluster_utils import Cluster
 
     head = {
-        "num_cpus": 1,
+        "num_cpus": 2,
         "node_name": names[0],
         "temp_dir": f"{temp}/ray",
         "_system_config": _SYSTEM,
@@ -145,7 +174,7 @@ def host(temp: str, names: Sequence[str]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = {names[0]: cluster.head_node}
     for name in names[1:]:
-        nodes[name] = cluster.add_node(wait=False, num_cpus=1, node_name=name)
+        nodes[name] = cluster.add_node(wait=False, num_cpus=2, node_name=name)
     cluster.wait_for_nodes(120)
 
     def pid(name: str) -> int:
@@ -171,5 +200,31 @@ def host(temp: str, names: Sequence[str]) -> None:
     cluster.shutdown()
 
 
+def join(address: str, name: str, mounts: Mapping[str, str]) -> None:
+    """Be a node until there is no more input. This process has mounts of its own."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    del os.environ["PYTHONPATH"]
+    os.environ.update(json.loads(os.environ.pop("NODE_VARIABLES")))
+    for place, other in mounts.items():
+        how = ["--bind", other] if other else ["-t", "tmpfs", "-o", "size=1m", "none"]
+        subprocess.run(["mount", *how, place], check=True)
+    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.head_node, cluster.redis_address = SimpleNamespace(gcs_address=address), address
+    options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    cluster.global_state._initialize_global_state(options)
+    node = cluster.add_node(num_cpus=1, node_name=name)
+    answers.write("joined\n")
+    answers.flush()
+    sys.stdin.read()
+    cluster.remove_node(node, allow_graceful=False)
+
+
 if __name__ == "__main__":
-    host(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "join":
+        join(sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))
+    else:
+        host(sys.argv[1], sys.argv[2:])

@@ -96,6 +96,7 @@ class RayFleet:
             if station.hand is not None:
                 station.ready = False
                 self._begin(station)
+        self._looked = -_LOOK_EVERY
         self._gather()
 
     def _gather(self) -> None:
