@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpttool.execute.fleetwork import waning
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "cluster.md"
 BEGIN, END = "<!-- python -m scripts.simulate_cluster -->", "<!-- end -->"
@@ -85,9 +87,10 @@ class Costs:
     silence: float = 65.0
     """Until Ray gives up a machine that does not answer: five checks of 10 s, 3 s apart (its defaults)."""
     shares: int = 8
-    """For each node."""
-    least: float = 64 << 20
-    """Bytes of a share."""
+    """A share is such a part of what is left for each node; see ``waning`` in ``execute/fleetwork.py``."""
+    finest: int = 4
+    least: float = 16 << 20
+    """Bytes of the smallest share."""
 
 
 COSTS = Costs()
@@ -123,15 +126,22 @@ class Trouble:
 WELL = Trouble()
 
 
+def shares(nbytes: float, nodes: int, costs: Costs = COSTS) -> list[float]:
+    """Bytes of all shares; the last one is given out first."""
+    pieces = max(1, min(costs.finest * costs.shares * nodes, max(nodes, int(nbytes / costs.least))))
+    sizes = [len(s) for s in waning([[0]] * pieces, costs.shares * nodes)]
+    return [nbytes / pieces * size for size in reversed(sizes)]
+
+
 def work(nbytes: float, machine: Machine, nodes: int, trouble: Trouble = WELL, costs: Costs = COSTS) -> float:
     """Seconds from the first order to the last answer."""
     speed, _ = rate(machine, nodes, costs)
-    count = max(1, min(costs.shares * nodes, max(nodes, int(nbytes / costs.least))))
+    coming = shares(nbytes, nodes, costs)
+    count = len(coming)
     answer = costs.answer + costs.edges * (64 << 10) / machine.link
-    waiting = count
     free = [0.0] * nodes
     """When each node has done what it has."""
-    held = [0] * nodes
+    held: list[list[float]] = [[] for _ in range(nodes)]
     events: list[tuple[float, int, int]] = []
     """(second, what, node): 0 is a share that is done, 1 an answer that is taken, 2 the loss."""
     driver = now = 0.0
@@ -141,11 +151,11 @@ def work(nbytes: float, machine: Machine, nodes: int, trouble: Trouble = WELL, c
         heapq.heappush(events, (trouble.lost_at + trouble.noticed, 2, 0))
 
     def fill(node: int, at: float, depth: int = DEPTH) -> None:
-        nonlocal waiting
-        while waiting and held[node] < depth and not (gone and node == 0):
-            waiting, held[node] = waiting - 1, held[node] + 1
+        while coming and len(held[node]) < depth and not (gone and node == 0):
+            size = coming.pop()
+            held[node].append(size)
             pace = speed * (trouble.slow if node == 0 else 1.0)
-            free[node] = max(free[node], at) + nbytes / count / pace + costs.share
+            free[node] = max(free[node], at) + size / pace + costs.share
             if node or free[node] < trouble.lost_at:
                 heapq.heappush(events, (free[node], 0, node))
 
@@ -159,11 +169,12 @@ def work(nbytes: float, machine: Machine, nodes: int, trouble: Trouble = WELL, c
             heapq.heappush(events, (driver, 1, node))
         elif what == 1:
             done += 1
-            held[node] -= 1
+            held[node].pop(0)
             fill(node, now)
         else:
             gone = True
-            waiting, held[0] = waiting + held[0], 0
+            coming += held[0]
+            held[0] = []
             for other in range(1, nodes):
                 fill(other, now)
     return now
@@ -176,7 +187,7 @@ def whole(model: Model, machine: Machine, nodes: int, costs: Costs = COSTS) -> t
     if nodes > 1:
         before += costs.start + costs.open + nodes * model.plan_bytes / machine.link
     _, limit = rate(machine, nodes, costs)
-    answers = costs.shares * nodes * costs.answer
+    answers = len(shares(model.nbytes, nodes, costs)) * costs.answer
     if before > busy:
         limit = "start"
     elif answers > busy / 2:
@@ -205,7 +216,7 @@ def troubles(model: Model, nodes: int, machine: Machine) -> str:
     }
     lines = [f"| {model.name}, {nodes} nodes, {machine.name} | work |", "| --- | --- |"]
     for name, trouble in cases.items():
-        costs = replace(COSTS, shares=1) if "one share" in name else COSTS
+        costs = replace(COSTS, shares=1, finest=1) if "one share" in name else COSTS
         lines.append(f"| {name} | {work(model.nbytes, machine, nodes, trouble, costs):,.0f} s |")
     return "\n".join(lines)
 

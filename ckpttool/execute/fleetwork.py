@@ -26,7 +26,20 @@ from ckpttool.plan import Plan
 from ckpttool.storage.travel import check_sent
 
 _SHARES = 8
-"""Shares for each machine: so many that none waits long for the slowest, so few that each has long runs."""
+"""A share is an eighth of what is left for each machine: so little that none waits long for the slowest, so much that
+it has long runs."""
+_FINEST = 4
+"""The last shares are so much smaller than the first ones."""
+
+
+def waning(pieces: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
+    """Pieces in shares that become smaller: each has one in ``parts`` of what is left. So all machines end together."""
+    shares, at = [], 0
+    while at < len(pieces):
+        stop = at + max(1, round((len(pieces) - at) / parts))
+        shares.append(sorted(t for piece in pieces[at:stop] for t in piece))
+        at = stop
+    return shares
 
 
 class Fleetwork:
@@ -74,8 +87,9 @@ class Fleetwork:
         survey = Survey(self.plan, tasks)
         self.fleet.start(self._job(tasks))
         total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
-        count = max(1, min(_SHARES * nodes, max(nodes, total // self.destination.least_share)))
-        shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in survey.cut(count)]
+        count = max(1, min(_FINEST * _SHARES * nodes, max(nodes, total // self.destination.least_share)))
+        cut = waning(survey.cut(count), _SHARES * nodes)
+        shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in cut]
         orders = self.destination.orders(survey, [s for s in shares if s], finished)
         parts = {p.number: p for task in tasks for p in task.parts}
         for _, answer, node in dispatch(self.fleet, orders, self.stop):

@@ -113,9 +113,9 @@ def test_the_model_agrees_with_arithmetic() -> None:
     link = simulation.Machine("a link", 1e9)
     assert simulation.work(64e9, link, 8, costs=free) == pytest.approx(8)
     assert simulation.work(1e6, link, 8, costs=free) == pytest.approx(1e6 / 8 / 1e9)
-    # Of eight shares each, the slow one does half as many; the last share of all may be its.
+    # The slow one does half as much as the others; the last two shares may be its, and they are small.
     slow = simulation.work(64e9, link, 8, simulation.Trouble(slow=0.5), free)
-    assert 64 / 7.5 <= slow <= 64 / 7.5 + 2
+    assert 64 / 7.5 <= slow <= 64 / 7.5 + 1
     # The other seven do what was left, and wait for it to be missed.
     lost = simulation.work(64e9, link, 8, simulation.Trouble(lost_at=4.0, noticed=3.0), free)
     assert (64 - 4) / 7 <= lost <= 4 + 3 + 5

@@ -11,7 +11,7 @@ import pytest
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import AccessError, CkptError, OutputError
-from ckpttool.execute import NoProgress, RunOptions, run, schedule, shares
+from ckpttool.execute import NoProgress, RunOptions, fleetwork, run, schedule, shares
 from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.node import Node
@@ -182,3 +182,14 @@ def test_another_run_has_begun_amid_an_order(workers: int, tmp_path: Path, monke
     with pytest.raises(OutputError, match="or the run has ended"):
         run(plan, tmp_path / "dst", RunOptions(on=FakeFleet(), workers=workers or None))
     assert not (tmp_path / "dst").exists()
+
+
+def test_shares_become_smaller_towards_the_end() -> None:
+    pieces = [[i] for i in range(32 * 4)]
+    waned = fleetwork.waning(pieces, 8 * 4)
+    assert [t for share in waned for t in share] == list(range(32 * 4))
+    sizes = [len(share) for share in waned]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (4, 1)
+    assert fleetwork.waning([[0], [], [2, 1]], 1) == [[0, 1, 2]]
+    assert fleetwork.waning([], 8) == []

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # a run on one machine needs neither
 JOURNAL = ".journal"
 RUN = ".run"
 """In it the name of a run to which other machines belong; they look whether it is still there."""
-LEAST_SHARE = 64 << 20
+LEAST_SHARE = 16 << 20
 """Bytes."""
 MEMBERS = ".members"
 """Is there when parts (--part) make DST: see ``members``."""
