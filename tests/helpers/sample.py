@@ -16,7 +16,7 @@ everything = False
 
 def examples(count: int) -> int:
     """How many examples of a property to try, where Hypothesis' 100 are not what fits."""
-    return count if everything else max(10, count // 6)
+    return count if everything else max(8, count // 10)
 
 
 def some(every: T, sample: T) -> T:
