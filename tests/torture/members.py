@@ -1,10 +1,12 @@
 """Parts of one run (``--part I/N``): each killed, failed or starved at each of its calls; and all of them at once.
 
-    python -m tests.torture.members [--every N] [--only TEXT] [--kind calls|crowd] [--rounds N]
+    python -m tests.torture.members [--every N] [--only TEXT] [--kind calls|full|crowd] [--rounds N]
 
 ``calls``: parts run one after the other. A first round lists the calls of each; then each part meets each fault at each
 call (see ``campaign``). After that DST is absent, or complete; a part that was not killed has said in one error why
 not; and when all parts have run again, there is what one run without parts makes, to the byte, and nothing else.
+
+``full``: the same with a disk that is really full from a call on, and has room again afterwards.
 
 ``crowd``: all parts at once, as on machines of their own: none can see whether another's process lives, and their
 clocks, of the day and since the start, differ by years. Some are killed at random moments, some are stopped for longer
@@ -23,7 +25,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +35,8 @@ from ckpttool.execute.destinations import claims, holder, members
 from tests.torture import campaign, interpose
 from tests.torture.campaign import Bench, Case, Injector, Report, Tree, WrongError, below, fits, tree
 from tests.torture.contest import _end, _start
-from tests.torture.interpose import Call, Outcome
+from tests.torture.full import fill, small_disk
+from tests.torture.interpose import Call, Decision, Outcome
 from tests.torture.scenarios import Scenario, _old, prepare
 
 _PROGRAM = "{s}/paddle_programs/pir/model.json"
@@ -56,6 +60,7 @@ SCENARIOS = (
     (2, Scenario("convert-json, shards", f"convert-json {_PROGRAM} {{w}}/dst --max-shard-size 800")),
 )  # fmt: skip
 
+_KINDS = ("calls", "full", "crowd")
 _FAULTS = ("kill -9", "EIO", "ENOSPC", "short", "full", "dead")
 
 
@@ -113,16 +118,17 @@ class Parts:
                     found.append((number, Case("kill -9", call, after=True)))
         return found
 
-    def strike(self, number: int, case: Case) -> None:
+    def strike(self, number: int, case: Case, injector: Injector | None = None) -> None:
         bench, report = self.bench, self.report
         for directory in (bench.work, bench.scratch):
             shutil.rmtree(directory)
         shutil.copytree(self.snapshots / str(number), bench.work, symlinks=True)
         bench.scratch.mkdir()
-        injector = Injector(self.scenario, case.fault, case.point, after=case.after)
+        injector = injector or Injector(self.scenario, case.fault, case.point, after=case.after)
         injector.remember(bench.work)
         report.runs += 1
         ended = self.run(number, injector)
+        (bench.home / "filler").unlink(missing_ok=True)
         try:
             if not injector.struck:
                 raise WrongError("the part did not come to this point")
@@ -133,6 +139,10 @@ class Parts:
             when = "after" if case.after else "at"
             said = f"\n  exit code {ended.code}\n  {ended.err.strip()[-600:]}"
             report.wrong.append(f"{self.scenario.name}, part {number}: {case.fault} {when} {at}: {e}{said}")
+
+    def fill(self, number: int, case: Case) -> None:
+        """The disk is full from this call on."""
+        self.strike(number, case, _Filling(self, case.point))
 
     def _check(self, ended: Outcome, case: Case) -> None:
         found = below(tree(self.bench.work), self.target)
@@ -166,6 +176,20 @@ class Parts:
                 raise WrongError(f"part {again} afterwards fails: {ended.code} {ended.err}")
         if (now := tree(self.bench.work)) != self.golden:
             raise WrongError(f"afterwards there is something else: {_different(now, self.golden)}")
+
+
+class _Filling(Injector):
+    """Nothing is said to fail: the disk is filled before one call, and the kernel says the rest."""
+
+    def __init__(self, parts: Parts, point: Call) -> None:
+        super().__init__(parts.scenario)
+        self._point, self._filler = point.key, parts.bench.home / "filler"
+
+    def __call__(self, call: Call) -> Decision:
+        if call.key == self._point:
+            self.struck = True
+            fill(self._filler)
+        return self.usual(call)
 
 
 def _different(a: Tree, b: Tree) -> list[str]:
@@ -208,6 +232,7 @@ def crowd(of: int, scenario: Scenario, bench: _Crowd, rounds: int, seed: int) ->
     draw, report = random.Random(seed), Report(f"{scenario.name}, {of} at once")  # noqa: S311 - delays
     words = scenario.words(bench.work, bench.sources)
     bench.fresh(scenario)
+    before = below(tree(bench.work), scenario.targets[0])
     _end(bench.start(words, "one", 0.0))  # type: ignore[arg-type]
     golden, number = tree(bench.work), 0
     for nth in range(rounds):
@@ -231,7 +256,7 @@ def crowd(of: int, scenario: Scenario, bench: _Crowd, rounds: int, seed: int) ->
                 if "Traceback" in end.err or (end.code > 0 and (end.code != 1 or end.err.count("error: ") != 1)):
                     report.wrong.append(f"{report.name}, round {nth}: not one clean error{said}")
             found = below(tree(bench.work), scenario.targets[0])
-            if found not in ({}, below(golden, scenario.targets[0])):
+            if found not in ({}, before, below(golden, scenario.targets[0])):
                 report.wrong.append(
                     f"{report.name}, round {nth}: DST is not complete: {_different(found, golden)}{said}"
                 )
@@ -275,7 +300,7 @@ class _Task(NamedTuple):
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.members", description=__doc__.partition("\n")[0])
-    parser.add_argument("--kind", choices=("calls", "crowd"))
+    parser.add_argument("--kind", choices=_KINDS)
     parser.add_argument("--only", default="", metavar="TEXT", help="only commands with this in their name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth case")
     parser.add_argument("--rounds", type=int, default=10, help="of all parts at once, for each command")
@@ -291,9 +316,11 @@ def main(words: Sequence[str] | None = None) -> int:
         sources.mkdir()
         prepare(sources)
         chosen = [i for i, (_, s) in enumerate(SCENARIOS) if given.only in s.name]
-        tasks = [_Task("crowd", i, range(given.rounds), str(root)) for i in chosen if given.kind != "calls"]
-        if given.kind != "crowd":
-            tasks = [_Task("calls", i, range(i % given.every, 10**6, given.every), str(root)) for i in chosen] + tasks
+        tasks = []
+        for kind in [given.kind] if given.kind else _KINDS:
+            for i in chosen:
+                numbers = range(given.rounds) if kind == "crowd" else range(i % given.every, 10**6, given.every)
+                tasks.append(_Task(kind, i, numbers, str(root)))
         with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
             print(f"{'':44}{'points':>8}{'runs':>8}{'killed':>8}{'failed':>8}{'done':>8}{'wrong':>8}")  # noqa: T201
             for report in pool.imap_unordered(_work, tasks):
@@ -313,13 +340,21 @@ def _work(task: _Task) -> Report:
     try:
         if task.kind == "crowd":
             return crowd(max(of, 4), scenario, _Crowd(home, sources), len(task.numbers), task.which)
+        if task.kind == "full":
+            home.mkdir()
+            small_disk(home)
+            scenario = replace(scenario, name=f"{scenario.name}, a full disk")
         parts = Parts(of, scenario, _Bench(home, sources))
+        do: Callable[[int, Case], None] = parts.strike
         cases = parts.cases()
+        if task.kind == "full":
+            points = [(i, call) for i, calls in enumerate(parts.calls, 1) for call in calls]
+            do, cases = parts.fill, [(i, Case("disk full", call)) for i, call in points]
         for n in task.numbers:
             if n >= len(cases):
                 break
-            parts.strike(*cases[n])
-    except (WrongError, TimeoutError) as e:
+            do(*cases[n])
+    except (WrongError, TimeoutError, interpose.UnavailableError) as e:
         return Report(scenario.name, wrong=[str(e)])
     finally:
         shutil.rmtree(home, ignore_errors=True)
