@@ -208,6 +208,26 @@ def test_a_part_that_ended_runs_again(
     assert left(tmp_path) == ["dst", "one", "src"]
 
 
+@pytest.mark.sample("1")
+@pytest.mark.parametrize("after", range(1, 12))
+def test_a_tensor_that_was_hashed_half_way(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """What is there of it is in the journal alone where others write into the same page: its hash would lack that."""
+    monkeypatch.setattr(schedule, "_MIB", 512)
+    record_each(monkeypatch)
+    run(plan, tmp_path / "one", RunOptions(manifest=True))
+    dst = tmp_path / "dst"
+    with monkeypatch.context() as m:
+        dies(m, after)
+        with pytest.raises(SystemExit):
+            part(plan, dst, 2, 2, manifest=True)
+    part(plan, dst, 1, 2, manifest=True)
+    part(plan, dst, 2, 2, manifest=True)
+    for name in left(tmp_path / "one"):
+        assert (dst / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
 def test_a_part_that_is_done_may_run_again(tmp_path: Path, plan: Plan) -> None:
     part(plan, tmp_path / "dst", 1, 2)
     again = part(plan, tmp_path / "dst", 1, 2)
