@@ -81,6 +81,7 @@ def test_a_part_says_for_whom_it_waits(command: str, runs: Runs) -> None:
     assert "verified" not in done.out
 
 
+@pytest.mark.sample("reshard", "convert-json")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_of_a_part(command: str, runs: Runs) -> None:
     verify = () if command == "convert-json" else ("--verify",)
@@ -205,6 +206,7 @@ def test_the_api_refuses(how: dict[str, Any], said: str, runs: Runs) -> None:
     assert not runs.asked
 
 
+@pytest.mark.sample("fp8-cast")
 @pytest.mark.parametrize("command", ["reshard", "merge", "fp8-cast"])
 def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
     """What all parts write together is what one writes that does all."""
@@ -225,6 +227,7 @@ def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
 # -- a part that is started again when DST is there
 
 
+@pytest.mark.sample("merge", "convert-json")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_part_that_comes_late_proves_that_dst_is_what_it_makes(command: str, here: Path) -> None:
     """Launchers start all processes again when one has died."""
