@@ -30,9 +30,10 @@ class Group(NamedTuple):
     extents: Sequence[Extent]
 
 
-def groups(plan: Plan, tasks: Sequence[Task]) -> Iterator[Group]:
-    """All of a plan."""
-    for number, task in enumerate(tasks):
+def groups(plan: Plan, tasks: Sequence[Task], numbers: Iterable[int] | None = None) -> Iterator[Group]:
+    """Of the tasks with these numbers; of all by default."""
+    for number in range(len(tasks)) if numbers is None else numbers:
+        task = tasks[number]
         unit = plan.units[task.computing] if task.computing >= 0 else None
         extents = [list(part_extents(plan, p, unit)) for p in task.parts]
         keys = [k for k, _ in task.targets]

@@ -140,8 +140,8 @@ class ObjectMember(ObjectDestination):
         sizes = self._outbox.sizes(len(plan.outputs))
         sent = [self._outbox.sent(i) for i in range(len(plan.outputs))]
         finished = Finished(Chunks(plan, tasks, sizes).finished(sent, sums), sums)
-        shares = Survey(plan, tasks).cut(self.member.of)
-        claim = claims(plan, tasks, shares, sizes, sent, finished)[self.member.number - 1]
+        survey = Survey(plan, tasks)
+        claim = claims(survey, survey.cut(self.member.of), sizes, sent, finished)[self.member.number - 1]
         self.own, self.finished = claim.tasks, finished.parts
         cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
         said = {"dst": self._text, "single": self.single, "run": state.run, "cut": cut, "threads": self._threads}

@@ -430,7 +430,7 @@ class ObjectDestination:
         outputs = self._plan.outputs
         sizes = [size or o.size for size, o in zip(self._outbox.sizes(len(outputs)), outputs, strict=True)]
         sent = [self._outbox.sent(i) for i in range(len(outputs))]
-        found = [c for c in claims(self._plan, survey.tasks, shares, sizes, sent, finished) if c.tasks]
+        found = [c for c in claims(survey, shares, sizes, sent, finished) if c.tasks]
         self._owed = {(f, chunk) for c in found for f, first, stop in c.chunks for chunk in range(first, stop)}
         orders: list[Order] = []
         for c in found:

@@ -9,16 +9,19 @@ Outputs that nobody sends in chunks are left to whoever ends the run.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
 
 from ckpttool.execute.destinations.chunks import Range, covered, groups
-from ckpttool.execute.extents import Extent
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.schedule import Task, operand_keys
-from ckpttool.plan import Plan
+from ckpttool.execute.schedule import operand_keys
+from ckpttool.execute.shares import Survey
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(slots=True)
@@ -34,22 +37,8 @@ class Claim:
     their bytes but literal ones."""
 
 
-class _Piece:
-    """A group of parts, and the chunks that it touches."""
-
-    __slots__ = ("parts", "ranges", "stays", "task")
-
-    def __init__(self, task: int, parts: list[int], ranges_: list[Range], *, stays: bool) -> None:
-        self.task = task
-        self.parts = parts
-        self.ranges = ranges_
-        self.stays = stays
-        """It writes nothing, or its hashes are wanted: when no chunk asks for it, its own share does it."""
-
-
 def claims(
-    plan: Plan,
-    tasks: Sequence[Task],
+    survey: Survey,
     shares: Sequence[Sequence[int]],
     sizes: Sequence[int],
     sent: Sequence[Collection[int]] = (),
@@ -60,97 +49,102 @@ def claims(
     ``sizes`` are bytes of a chunk for each output, 0 for one that nobody sends. ``sent`` are the chunks of each output
     that need not be sent again, ``finished`` what need not be done again for them (``Chunks.finished``).
     """
-    done = finished or Finished()
-    share_of = array("l", [-1]) * len(tasks)
+    plan, tasks, done = survey.plan, survey.tasks, finished or Finished()
+    share_of = np.full(len(tasks), -1)
     for number, numbers in enumerate(shares):
-        for t in numbers:
-            share_of[t] = number
-    owners = _Owners([-(-o.size // size) if size else 0 for o, size in zip(plan.outputs, sizes, strict=True)], sizes)
-    pieces: list[_Piece] = []
-    for group in groups(plan, tasks):
-        share = share_of[group.task]
-        if share < 0:
-            continue
-        owners.writes(share, group.extents)
-        parts = [p.number for p in group.parts]
-        if not parts or not done.parts.issuperset(parts):
-            found = covered(group.extents, sizes)
-            stays = bool(found and group.keys) or not any(a < b for _, a, b in group.extents)
-            pieces.append(_Piece(group.task, parts, found, stays=stays))
-    owners.choose()
-    for f, chunks in enumerate(sent):
-        owners.drop(f, chunks)
+        share_of[[*numbers]] = number
+    owners = _Owners(survey, share_of, sizes, sent)
     doing: list[dict[int, set[int]]] = [{} for _ in shares]
-    for p in pieces:
-        wanted = {o for r in p.ranges for o in owners.of(r)}
-        for o in wanted or ([share_of[p.task]] if p.stays else []):
-            doing[o].setdefault(p.task, set()).update(p.parts)
-    _add_operands(plan, tasks, share_of, doing, done.sums)
+    shared = []
+    for t, (share, one) in enumerate(zip(share_of.tolist(), owners.only.tolist(), strict=True)):
+        numbers = [p.number for p in tasks[t].parts] if share >= 0 else []
+        if one >= 0 and done.parts.isdisjoint(numbers):  # all that it writes belongs to one share
+            doing[one][t] = set(numbers)
+        elif share >= 0:
+            shared.append(t)
+    for group in groups(plan, tasks, shared):
+        parts = [p.number for p in group.parts]
+        if parts and done.parts.issuperset(parts):
+            continue
+        found = covered(group.extents, sizes)
+        # What writes nothing, and hashes of what has been sent: no chunk asks for them.
+        stays = bool(found and group.keys) or not any(a < b for _, a, b in group.extents)
+        wanted = {o for r in found for o in owners.of(r)}
+        for o in wanted or ([int(share_of[group.task])] if stays else []):
+            doing[o].setdefault(group.task, set()).update(parts)
+    _add_operands(survey, share_of.tolist(), doing, done.sums)
     out = []
-    for parts_of, chunks_ in zip(doing, owners.chunks(len(shares)), strict=True):
-        spared = [p.number for t, parts in parts_of.items() for p in tasks[t].parts if p.number not in parts]
-        out.append(Claim(sorted(parts_of), sorted(spared), chunks_))
+    for parts_of, chunks in zip(doing, owners.chunks(len(shares)), strict=True):
+        spared = [p.number for t, some in parts_of.items() for p in tasks[t].parts if p.number not in some]
+        out.append(Claim(sorted(parts_of), sorted(spared), chunks))
     return out
 
 
 def _add_operands(
-    plan: Plan,
-    tasks: Sequence[Task],
-    share_of: Sequence[int],
-    doing: Sequence[dict[int, set[int]]],
-    sums: Collection[str],
+    survey: Survey, share_of: Sequence[int], doing: Sequence[dict[int, set[int]]], sums: Collection[str]
 ) -> None:
     """Tensors that an earlier run has written are read again where it has not left the hashes of their operands."""
     done = set().union(*doing)
-    for t, task in enumerate(tasks):
+    for t, task in enumerate(survey.tasks):
         if share_of[t] < 0 or task.computing < 0 or t in done:
             continue
-        if any(k not in sums for k in operand_keys(plan, task.computing)):
+        if any(k not in sums for k in operand_keys(survey.plan, task.computing)):
             doing[share_of[t]][t] = set()
 
 
 class _Owners:
-    """The share that owns each chunk of each output; -1 for chunks that nobody writes into or sends."""
+    """The share that owns each chunk of each output; -1 for chunks that nobody writes into, or that have been sent."""
 
-    def __init__(self, counts: Sequence[int], sizes: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._owner = [array("l", [-1]) * n for n in counts]
-        self._held: dict[tuple[int, int], dict[int, int]] = {}
-        """Bytes that each share writes into each chunk."""
-
-    def writes(self, share: int, extents: Sequence[Extent]) -> None:
-        """A share writes these."""
-        for f, a, b in extents:
-            size = self._sizes[f]
-            if not size or a >= b:
-                continue
-            for c in range(a // size, (b - 1) // size + 1):
-                held = self._held.setdefault((f, c), {})
-                held[share] = held.get(share, 0) + min(b, (c + 1) * size) - max(a, c * size)
-
-    def choose(self) -> None:
-        """Who writes most of a chunk owns it, the first of equals."""
-        for (f, c), held in self._held.items():
-            self._owner[f][c] = min(held, key=lambda share: (-held[share], share))
-        self._held.clear()
-
-    def drop(self, output: int, chunks: Collection[int]) -> None:
-        for c in chunks:
-            self._owner[output][c] = -1
+    def __init__(
+        self, survey: Survey, share_of: _Numbers, sizes: Sequence[int], sent: Sequence[Collection[int]]
+    ) -> None:
+        size = np.array(sizes, np.int64)
+        counts = [-(-o.size // n) if n else 0 for o, n in zip(survey.plan.outputs, sizes, strict=True)]
+        self._base = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        """The first chunk of each output, all counted one behind the other."""
+        used = np.flatnonzero((share_of[survey.task] >= 0) & (size[survey.output] > 0))
+        task, output, start, stop = (x[used] for x in (survey.task, survey.output, survey.start, survey.stop))
+        first = start // size[output]
+        touched = (stop - 1) // size[output] + 1 - first
+        row = np.repeat(np.arange(len(used)), touched)  # an extent for each chunk that it touches
+        chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(touched) - touched, touched)
+        each = size[output[row]]
+        nbytes = np.minimum(stop[row], (chunk + 1) * each) - np.maximum(start[row], chunk * each)
+        place = self._base[output[row]] + chunk
+        self._owner = _who_writes_most(place, share_of[task[row]], nbytes, int(self._base[-1]))
+        for f, chunks in enumerate(sent):
+            self._owner[self._base[f] + np.fromiter(chunks, np.int64, len(chunks))] = -1
+        lowest, highest = np.full(len(share_of), len(share_of)), np.full(len(share_of), -1)
+        np.minimum.at(lowest, task[row], self._owner[place])
+        np.maximum.at(highest, task[row], self._owner[place])
+        self.only: _Numbers = np.where(lowest == highest, highest, -1)
+        """The owner of all chunks that each task writes into; -1 where they have several, or none."""
 
     def of(self, found: Range) -> set[int]:
         """Who owns one of these chunks."""
         f, first, stop = found
-        return set(self._owner[f][first:stop]) - {-1}
+        return set(self._owner[self._base[f] + first : self._base[f] + stop].tolist()) - {-1}
 
     def chunks(self, shares: int) -> list[list[list[int]]]:
         """Of each share."""
         out: list[list[list[int]]] = [[] for _ in range(shares)]
-        for f, owner in enumerate(self._owner):
+        for f, (begin, end) in enumerate(pairwise(self._base.tolist())):
             first = 0
-            for share, run in groupby(owner):
+            for share, run in groupby(self._owner[begin:end].tolist()):
                 stop = first + len(list(run))
                 if share >= 0:
                     out[share].append([f, first, stop])
                 first = stop
         return out
+
+
+def _who_writes_most(place: _Numbers, share: _Numbers, nbytes: _Numbers, count: int) -> _Numbers:
+    """Of each of ``count`` chunks, the first of those shares that write most of it."""
+    owner = np.full(count, -1)
+    if len(place):
+        shares = int(share.max()) + 1
+        pairs, index = np.unique(place * shares + share, return_inverse=True)
+        held = np.bincount(index, nbytes)
+        order = np.lexsort((-(pairs % shares), held, pairs // shares))  # what comes last stays
+        owner[pairs[order] // shares] = pairs[order] % shares
+    return owner
