@@ -112,7 +112,7 @@ class RayNodes:
     def restore(self) -> None:
         """All nodes of the beginning, and no other."""
         for name, pid in list(self.raylets.items()):
-            if name not in self.names or not _is_alive(pid):
+            if name not in self.names or not is_alive(pid):
                 self.remove(name)
         for name in self.names:
             if name not in self.raylets:
@@ -134,7 +134,7 @@ class RayNodes:
         return said
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

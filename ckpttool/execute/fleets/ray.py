@@ -89,6 +89,8 @@ class RayFleet:
             if self._ours:
                 self._speak = _hush()
                 _connect(self._address)
+            else:
+                _check_connected(self._address)
             self._connected = True
             self._make_hand = ray.remote(_hand_class())
         self._job = ray.put(job)
@@ -283,6 +285,19 @@ def _connect(address: str) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def _check_connected(address: str) -> None:
+    """Raises UsageError when the program around us has connected to another cluster: a process has one."""
+    here = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    if not host or address == here:
+        return
+    with contextlib.suppress(OSError):
+        if f"{socket.gethostbyname(host.strip('[]'))}:{port}" == here:
+            return
+    hint = "pass on='ray', or call ray.shutdown() first"
+    raise UsageError(f"this process is connected to another Ray cluster: {here}", where=address, hint=hint)
 
 
 def _hush() -> Callable[[], None]:
