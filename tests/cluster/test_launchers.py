@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -32,7 +33,9 @@ def started(command: Sequence[object], said: str = "auto", **more: str) -> list[
 
 
 def answers(printed: str) -> list[list[object]]:
-    return sorted(json.loads(line) for line in printed.splitlines() if line.startswith("["))
+    """In order. Processes that print at a time may do so on one line."""
+    decode = json.JSONDecoder().raw_decode
+    return sorted(decode(printed, m.start())[0] for m in re.finditer(r'\["(part|refused)"', printed))
 
 
 def parts(of: int, by: str, numbers: Iterable[int] = ()) -> list[list[object]]:
