@@ -410,7 +410,10 @@ class FilePool:
     def sync(self, path: str, *, metadata: bool = False) -> None:
         """Besides, the file's pages leave the page cache."""
         use = _WRITE if path in self._writable else _READ  # a linked file may be a source, and not ours to write
-        fd = self.take(path, use)
+        try:
+            fd = self.take(path, use)
+        except OSError as e:
+            raise write_error(e, path, 0, 0) from e
         try:
             (os.fsync if metadata else os.fdatasync)(fd)
             if metadata or path not in self._scattered:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.errors import OutputError
 from ckpttool.execute import RunOptions, files, run
 from ckpttool.execute.files import FilePool, create, descriptor_limit
 from tests.execute.plans import expected, pattern, reshard, written
@@ -202,3 +203,10 @@ def test_no_descriptor_reads_and_writes(tmp_path: Path) -> None:
         found = [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == path]
         modes = {fcntl.fcntl(int(fd.name), fcntl.F_GETFL) & os.O_ACCMODE for fd in found}
         assert modes == {os.O_RDONLY, os.O_WRONLY}
+
+
+def test_a_file_that_cannot_be_opened_to_be_synced(tmp_path: Path) -> None:
+    pool = files.FilePool()
+    pool.expect_writes(str(tmp_path / "gone"))
+    with pytest.raises(OutputError, match="cannot write the destination"):
+        pool.sync(str(tmp_path / "gone"))
