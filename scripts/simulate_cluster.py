@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttool.execute.fleetwork import waning
+from ckpttool.execute.machines.fleetwork import waning
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "cluster.md"
@@ -87,7 +87,7 @@ class Costs:
     silence: float = 65.0
     """Until Ray gives up a machine that does not answer: five checks of 10 s, 3 s apart (its defaults)."""
     shares: int = 8
-    """A share is such a part of what is left for each node; see ``waning`` in ``execute/fleetwork.py``."""
+    """A share is such a part of what is left for each node; see ``waning`` in ``execute/machines/fleetwork.py``."""
     finest: int = 4
     least: float = 16 << 20
     """Bytes of the smallest share."""

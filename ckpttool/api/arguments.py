@@ -9,7 +9,7 @@ from operator import index
 from typing import Any, SupportsIndex, overload
 
 from ckpttool.errors import UsageError
-from ckpttool.execute.launchers import membership
+from ckpttool.execute.machines.launchers import membership
 from ckpttool.execute.options import Member
 from ckpttool.words import parse_size
 

@@ -19,7 +19,7 @@ from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
-from ckpttool.execute.each import machines
+from ckpttool.execute.machines.each import machines
 from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
 from ckpttool.geometry import Box

@@ -13,7 +13,7 @@ from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
-from ckpttool.execute.each import machines
+from ckpttool.execute.machines.each import machines
 from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors

@@ -228,7 +228,7 @@ class _Run:
 
     def _hire_fleet(self, finished: Finished) -> _Hands:
         from ckpttool.execute.fleets import fleet_for  # with all that a run on one machine does not need
-        from ckpttool.execute.fleetwork import Fleetwork
+        from ckpttool.execute.machines.fleetwork import Fleetwork
 
         on = self.options.on
         self.fleet = fleet_for(on) if isinstance(on, str) else on

@@ -27,7 +27,7 @@ from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.hashing import Sums
-from ckpttool.execute.held import Held
+from ckpttool.execute.machines.held import Held
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium

@@ -11,10 +11,11 @@ import pytest
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import AccessError, CkptError, OutputError
-from ckpttool.execute import NoProgress, RunOptions, fleetwork, run, schedule, shares
+from ckpttool.execute import NoProgress, RunOptions, run, schedule
 from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
-from ckpttool.execute.node import Node
+from ckpttool.execute.machines import fleetwork, shares
+from ckpttool.execute.machines.node import Node
 from ckpttool.ops import reshard
 from ckpttool.plan import Output, Plan
 from ckpttool.storage.place import DataFile
@@ -162,7 +163,7 @@ def test_files_that_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plan = Plan([], [Output("a", size, carried=str(source / "a"), tag=tag, link=True)], [])
     done = run(plan, tmp_path / "linked", RunOptions(on=FakeFleet(2, 1, WILD)))
     assert done.notes[0] in ("1 file hard-linked", "1 file reflinked")
-    monkeypatch.setattr("ckpttool.execute.fleetwork.share", lambda *_: "")
+    monkeypatch.setattr("ckpttool.execute.machines.fleetwork.share", lambda *_: "")
     done = run(plan, tmp_path / "copied", RunOptions(on=FakeFleet(2, 2, WILD)))
     assert done.notes == ["1 file copied: linking does not work here"]
     assert files_of(tmp_path / "copied") == files_of(tmp_path / "linked") == {"a": b"a" * 5000}

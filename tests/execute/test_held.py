@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.execute import shares
 from ckpttool.execute.crew import Answer
 from ckpttool.execute.files import FilePool, create
-from ckpttool.execute.held import Held
+from ckpttool.execute.machines import shares
+from ckpttool.execute.machines.held import Held
 from ckpttool.execute.schedule import part_limit, schedule
 from ckpttool.execute.worker import Job, edges, order, server
 from tests.execute.merges import merge_plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from ckpttool.errors import UsageError
-from ckpttool.execute.launchers import LAUNCHERS, MOST, is_membership, membership
+from ckpttool.execute.machines.launchers import LAUNCHERS, MOST, is_membership, membership
 from ckpttool.execute.options import Member
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import Advance, NoProgress, RunOptions, RunResult, engine, files, run, schedule, shares, workforce
-from ckpttool.execute import member as member_module
+from ckpttool.execute import Advance, NoProgress, RunOptions, RunResult, engine, files, run, schedule, workforce
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.destinations.holder import HERE
+from ckpttool.execute.machines import member as member_module
+from ckpttool.execute.machines import shares
 from ckpttool.execute.options import Member, Standing
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan

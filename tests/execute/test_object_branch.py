@@ -20,7 +20,7 @@ from ckpttool.execute.destinations import destination_for, objects
 from ckpttool.execute.destinations.object_branch import ObjectBranch
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.fleets.base import Answer, Order
-from ckpttool.execute.node import Node
+from ckpttool.execute.machines.node import Node
 from ckpttool.execute.options import Member
 from ckpttool.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.storage.place import parse_place

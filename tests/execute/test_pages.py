@@ -18,21 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.execute import (
-    RunOptions,
-    blocks,
-    engine,
-    fleetwork,
-    member,
-    moves,
-    node,
-    run,
-    schedule,
-    shares,
-    workforce,
-)
+from ckpttool.execute import RunOptions, blocks, engine, moves, run, schedule, workforce
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.fleets import dispatch
+from ckpttool.execute.machines import fleetwork, member, node, shares
 from ckpttool.execute.options import Member
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan

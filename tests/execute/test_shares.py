@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.execute import moves, schedule, shares
+from ckpttool.execute import moves, schedule
 from ckpttool.execute.extents import Extent, part_extents
 from ckpttool.execute.hashing import ALGORITHM
+from ckpttool.execute.machines import shares
+from ckpttool.execute.machines.shares import Survey, cut, shared_pages
 from ckpttool.execute.schedule import Task
-from ckpttool.execute.shares import Survey, cut, shared_pages
 from ckpttool.plan import AssertEqual, Block, Copy, Fill, Output, Plan, Target, Unit
 from tests.execute.merges import merge_plan
 from tests.execute.test_bytes import recipes

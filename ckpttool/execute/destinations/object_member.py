@@ -44,9 +44,9 @@ from ckpttool.execute.destinations.owners import claims
 from ckpttool.execute.destinations.store import Found, GoneError, Store
 from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished, ranges
+from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member, RunOptions
 from ckpttool.execute.schedule import Part
-from ckpttool.execute.shares import Survey
 from ckpttool.plan import Plan
 from ckpttool.storage.place import Place, Remote
 from ckpttool.version import __version__

@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets.base import Answer, Fleet, Order
 from ckpttool.execute.fleets.dispatch import dispatch
+from ckpttool.execute.machines.work import Work
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import in_turn, reading
 from ckpttool.execute.remote import check_here
-from ckpttool.execute.work import Work
 from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import source_files
 

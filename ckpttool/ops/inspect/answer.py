@@ -132,7 +132,7 @@ def inspect(
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [number(p) for p in roots]
     if question.on:
-        from ckpttool.execute.each import machines
+        from ckpttool.execute.machines.each import machines
 
         with machines(question.on) as fleet:
             answer = _answer(src, options, question, progress, fleet)

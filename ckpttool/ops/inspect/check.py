@@ -27,8 +27,8 @@ from ckpttool.containers.index import IndexRules, index_name, is_member, set_of,
 from ckpttool.containers.safetensors import examine
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.execute import Progress
-from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hash_range
+from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads
 from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint

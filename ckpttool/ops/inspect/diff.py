@@ -20,7 +20,7 @@ from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, catalog_of, read_view, view_reads
-from ckpttool.execute.each import each
+from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box

@@ -17,8 +17,8 @@ from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, catalog_of, read_view, view_reads
-from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hasher
+from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.ops.inspect.diff import Found, side
 from ckpttool.ops.inspect.listing import Listing

@@ -20,8 +20,8 @@ from ckpttool.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, catalog_of, read_tensor, tensor_reads
-from ckpttool.execute.each import each
 from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
+from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector

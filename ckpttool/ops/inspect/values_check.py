@@ -24,7 +24,7 @@ from ckpttool.execute.compare import (
     read_view,
     tensor_reads,
 )
-from ckpttool.execute.each import each
+from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.config import ties_head
 from ckpttool.geometry import Box, whole

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from ckpttool.execute.machines.work import Work
 from ckpttool.execute.reader import in_turn
-from ckpttool.execute.work import Work
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ckpttool.encodings import Contents
-from ckpttool.execute import shares
 from ckpttool.execute.files import Fence, Medium
+from ckpttool.execute.machines import shares
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]

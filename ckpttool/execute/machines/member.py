@@ -21,9 +21,9 @@ from ckpttool.execute.destinations.claims import TakenOverError
 from ckpttool.execute.destinations.members import CommitDestination, CommittedError, MemberDestination, PeerError
 from ckpttool.execute.engine import _Run, _signals, _write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
-from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Edge, Finished
-from ckpttool.execute.late import is_made
+from ckpttool.execute.machines.held import Held
+from ckpttool.execute.machines.late import is_made
 from ckpttool.execute.options import (
     Checksum,
     Member,
@@ -71,7 +71,7 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
 def _share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> _Part:
     if isinstance(destination, MemberDestination):
         return _Share(plan, destination, options, progress)
-    from ckpttool.execute.member_objects import share  # with a package that a directory does not need
+    from ckpttool.execute.machines.member_objects import share  # with a package that a directory does not need
 
     return share(plan, destination, options, progress)
 

@@ -21,8 +21,8 @@ from ckpttool.errors import ConflictError, UsageError
 from ckpttool.execute.destinations import branch_for
 from ckpttool.execute.files import Medium
 from ckpttool.execute.fleets.base import Answer, Order
-from ckpttool.execute.held import Held
 from ckpttool.execute.journal import Finished, ranges
+from ckpttool.execute.machines.held import Held
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.remote import check_here, open_medium
 from ckpttool.execute.schedule import Part, Schedule

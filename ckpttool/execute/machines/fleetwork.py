@@ -17,10 +17,10 @@ from ckpttool.execute.files import Medium, create, share, sync_all
 from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.node import NodeJob
+from ckpttool.execute.machines.node import NodeJob
+from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
-from ckpttool.execute.shares import Survey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.plan import Plan
 from ckpttool.storage.travel import check_sent
@@ -63,7 +63,6 @@ class Fleetwork:
         self.bytes_read = 0
         self.bytes_written = 0
         self.peak_buffer = 0
-        self._machines: set[str] = set()
         self._done: set[int] = set()
         """Parts."""
         self._moved = 0
@@ -92,8 +91,7 @@ class Fleetwork:
         shares = [[t for t in share if not self._is_done(tasks[t], finished)] for share in cut]
         orders = self.destination.orders(survey, [s for s in shares if s], finished)
         parts = {p.number: p for task in tasks for p in task.parts}
-        for _, answer, node in dispatch(self.fleet, orders, self.stop):
-            self._machines.add(node)
+        for _, answer, _ in dispatch(self.fleet, orders, self.stop):
             self._take(answer, outlet, parts, pool, watcher)
 
     def _link(self, tasks: Sequence[Task], finished: Finished, outlet: Outlet, pool: Medium, watcher: Watcher) -> None:
