@@ -61,7 +61,7 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
         gc.freeze()
     try:
         options = options or RunOptions()
-        return _Run(plan, destination_for(dst, options), options, progress or NoProgress()).go()
+        return Run(plan, destination_for(dst, options), options, progress or NoProgress()).go()
     finally:
         if freezes:
             gc.unfreeze()
@@ -83,7 +83,7 @@ class _Meter:
             self.done += nbytes
 
 
-class _Hands(Protocol):
+class Hands(Protocol):
     """Who carries out the tasks of a run: this machine (``Workforce``), or others."""
 
     notes: list[str]
@@ -109,7 +109,7 @@ class _Hands(Protocol):
     def end(self, *, now: bool) -> None: ...
 
 
-class _Run:
+class Run:
     """One run, and the ``Watcher`` of those who do its work."""
 
     again = "rerun with --resume to continue"
@@ -127,7 +127,7 @@ class _Run:
         self.far: set[int] = set()
         """Sources on other machines."""
         self.tasks: Sequence[Task] = ()
-        self.hands: _Hands | None = None
+        self.hands: Hands | None = None
         self.fleet: Fleet | None = None
         """Machines that work for this run; they do so until it is complete."""
         self.sums: dict[str, str] = {}
@@ -141,6 +141,7 @@ class _Run:
         self.verify_seconds = 0.0
 
     def go(self) -> RunResult:
+        """Raises as ``run``."""
         began = time.perf_counter()
         carried = [o.carried for o in self.plan.outputs if o.carried]
         roots, force = self.options.source_roots, self.options.force
@@ -148,37 +149,56 @@ class _Run:
         self._check_sources()
         self.destination.check_space(self.plan)
         half, connections = self.options.memory // 2, self.options.connections
-        with _signals() as signals, open_medium(memory=half, connections=connections) as pool:
+        with _signals() as signals, open_medium(memory=half, connections=connections) as medium:
+            pool = self._medium(medium)
             self.halt = pool.stop
             self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
             finished = self._begin()
             try:
-                pool.scratch = str(self.destination.partial)
-                hands = self.hands = self._hire(finished)
-                self._prepare(pool, finished)
-                self.sums = finished.sums
-                hands.carry_out(self.tasks, finished, pool, self, signals.later)
-                hands.end(now=False)
+                hands = self._work(pool, finished, signals.later)
                 self._finish(pool)
-                # While there is a journal, what was done is not lost when DST may not be replaced.
-                self.destination.check_absent(force=self.options.force, appeared=True)
-                if self.fleet:
-                    self.fleet.end(now=False)
-                signals.hold()
-                self.destination.seal()
+                self._seal(signals.hold)
             except BaseException as e:
                 error = self._give_up(e, pool)
                 if error is e:
                     raise
                 raise error from e
-            note = self.destination.publish(force=self.options.force)
+            self._publish()
+        return self._result(began, hands, pool)
+
+    def _medium(self, medium: Medium) -> Medium:
+        """What all bytes go through."""
+        return medium
+
+    def _work(
+        self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
+    ) -> Hands:
+        """Have everything written that is not finished."""
+        pool.scratch = str(self.destination.partial)
+        hands = self.hands = self._hire(finished)
+        self._prepare(pool, finished)
+        self.sums = finished.sums
+        hands.carry_out(self.tasks, finished, pool, self, undisturbed)
+        hands.end(now=False)
+        return hands
+
+    def _seal(self, hold: Callable[[], None]) -> None:
+        """Nothing can go wrong any more but the last step; ``hold`` keeps signals away from now on."""
+        # While there is a journal, what was done is not lost when DST may not be replaced.
+        self.destination.check_absent(force=self.options.force, appeared=True)
+        if self.fleet:
+            self.fleet.end(now=False)
+        hold()
+        self.destination.seal()
+
+    def _publish(self) -> None:
+        note = self.destination.publish(force=self.options.force)
         if note:
             self.notes.append(note)
             self.progress.note(note)
         self.progress.finish()
-        return self._result(began, hands, pool)
 
-    def _result(self, began: float, hands: _Hands, pool: Medium) -> RunResult:
+    def _result(self, began: float, hands: Hands, pool: Medium) -> RunResult:
         self.notes += hands.notes
         for how, count in Counter(hands.shared).items():
             files = "1 file" if count == 1 else f"{count} files"
@@ -217,7 +237,7 @@ class _Run:
         self.recorded = len(finished.parts)
         return finished
 
-    def _hire(self, finished: Finished) -> _Hands:
+    def _hire(self, finished: Finished) -> Hands:
         """Start the processes that compute, before there is a thread; or find out which machines work for us."""
         if self.options.on:
             return self._hire_fleet(finished)
@@ -226,7 +246,7 @@ class _Run:
         workforce.hire(self.tasks, finished)
         return workforce
 
-    def _hire_fleet(self, finished: Finished) -> _Hands:
+    def _hire_fleet(self, finished: Finished) -> Hands:
         from ckpttool.execute.fleets import fleet_for  # with all that a run on one machine does not need
         from ckpttool.execute.machines.fleetwork import Fleetwork
 
@@ -254,7 +274,7 @@ class _Run:
                 made.add(i)
             pool.expect_writes(path, scattered=output.summed)
             if not output.summed:
-                _write_literals(pool, path, output.literals)
+                write_literals(pool, path, output.literals)
         finished.parts -= {p.number for p in parts if not made.isdisjoint(p.files)}
         self._announce(finished, parts)
 
@@ -352,7 +372,7 @@ class _Run:
                 for first, size, into in output.shared:
                     inner = held[bisect_left(held, (first,)) : bisect_left(held, (first + size,))]
                     found |= dict.fromkeys(into, joined_crc32(first, size, inner))
-                _write_literals(pool, path, _filled(output.literals, found))
+                write_literals(pool, path, _filled(output.literals, found))
 
     def _verify(self, verify: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
@@ -442,7 +462,8 @@ class _Run:
         return passing or not isinstance(error, CkptError)
 
 
-def _write_literals(pool: Medium, path: str, literals: Iterable[tuple[int, bytes]]) -> None:
+def write_literals(pool: Medium, path: str, literals: Iterable[tuple[int, bytes]]) -> None:
+    """Write what is known of an output before any tensor is moved: (offset, bytes)."""
     for offset, data in literals:
         pool.write(path, offset, memoryview(data))
 

@@ -424,7 +424,7 @@ def test_a_fault_of_the_disk_is_seen_before_the_name_is_given(tmp_path: Path, mo
     def spoil(suffix: str) -> None:
         from ckpttool.execute import engine
 
-        write_out = engine._Run._finish
+        write_out = engine.Run._finish
 
         def finish(self: Any, pool: Any) -> None:
             for path in self.outlet.paths:
@@ -436,7 +436,7 @@ def test_a_fault_of_the_disk_is_seen_before_the_name_is_given(tmp_path: Path, mo
                         f.write(bytes([last ^ 1]))
             write_out(self, pool)
 
-        monkeypatch.setattr(engine._Run, "_finish", finish)
+        monkeypatch.setattr(engine.Run, "_finish", finish)
 
     with monkeypatch.context():
         spoil(".safetensors")

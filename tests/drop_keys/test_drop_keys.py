@@ -147,7 +147,7 @@ def test_resume_with_links(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._Run, "_finish", interrupt)
+        patch.setattr(engine.Run, "_finish", interrupt)
         assert ckpttool("drop-keys", source, tmp_path / "dst", "lm_head.weight", "--link").code == 130
     assert not (tmp_path / "dst").exists()
     drop(source, tmp_path / "dst", "lm_head.weight", "--link", "--resume", "--verify")

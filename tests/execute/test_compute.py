@@ -334,7 +334,7 @@ def test_an_output_that_was_lost_is_worked_out_again(tmp_path: Path) -> None:
     """Everything is recorded, the run ends before the rename, and a file is gone when it goes on."""
     plan, want = merge_plan(tmp_path / "src")
     with (
-        patch.object(engine._Run, "_finish", side_effect=KeyboardInterrupt),
+        patch.object(engine.Run, "_finish", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         run(plan, tmp_path / "dst", RunOptions())

@@ -177,7 +177,7 @@ def test_a_source_that_changes_during_the_run(tmp_path: Path, plan: Plan, monkey
 
 
 def test_a_source_that_is_cut_short(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._Run, "_check_sources", lambda _: None)
+    monkeypatch.setattr(engine.Run, "_check_sources", lambda _: None)
     os.truncate(tmp_path / "src/rank_3.bin", 100)
     with pytest.raises(CorruptError, match="shorter than its index says") as e:
         run(plan, tmp_path / "dst")

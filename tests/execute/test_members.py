@@ -58,7 +58,7 @@ def left(directory: Path) -> list[str]:
 
 def no_good_bye(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends is killed: it cleans nothing up, and to others its process is gone."""
-    for run_of in (engine._Run, member_module._Share, member_module._Commit):
+    for run_of in (engine.Run, member_module._Share, member_module._Commit):
         monkeypatch.setattr(run_of, "_give_up", lambda _self, error, _pool: error)
     monkeypatch.setattr(claims.Claim, "release", lambda self: HERE.discard(self.me.token))
     monkeypatch.setattr(members.MemberDestination, "close", lambda self: HERE.discard(self._part.me.token))

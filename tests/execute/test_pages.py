@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckpttool.execute import RunOptions, blocks, engine, moves, run, schedule, workforce
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.fleets import dispatch
-from ckpttool.execute.machines import fleetwork, member, node, shares
+from ckpttool.execute.machines import fleetwork, node, shares
 from ckpttool.execute.options import Member
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
@@ -41,7 +41,6 @@ def apart(patch: pytest.MonkeyPatch, directory: Path, page: int) -> Disk:
     patch.setattr(shares, "PAGE", page)
     patch.setattr(node, "open_medium", disk.machine)
     patch.setattr(engine, "open_medium", disk.machine)
-    patch.setattr(member, "open_medium", disk.machine)
     patch.setattr(local, "LEAST_SHARE", 1)
     patch.setattr(dispatch, "TRIES", 100)
     patch.setattr(workforce, "spawn", lambda *_: None)  # a process would be a machine of its own

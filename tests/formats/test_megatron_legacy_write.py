@@ -420,7 +420,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     flags = ("--to", "megatron", "--tp-out", 2, "--target", "local", "-q")
     reshard(tmp_path / "src", tmp_path / "whole", *flags)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._Run, "_write_summed", interrupt)
+        patch.setattr(engine.Run, "_write_summed", interrupt)
         assert ckpttool("reshard", tmp_path / "src", tmp_path / "out", *flags).code == 130
     reshard(tmp_path / "src", tmp_path / "out", *flags, "--resume")
     for path in (tmp_path / "whole").rglob("*.pt"):

@@ -184,7 +184,7 @@ def test_interrupted_and_resumed(src: Path, tmp_path: Path, monkeypatch: pytest.
 
     words = [w.format(src=src, dst=tmp_path / "dst") for w in COMMANDS[command]]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._Run, "_finish", interrupt)
+        patch.setattr(engine.Run, "_finish", interrupt)
         assert ckpttool(*words).code == 130
     partial = tmp_path / "dst.partial"
     (partial / "1_Pooling/config.json").unlink()
@@ -194,13 +194,13 @@ def test_interrupted_and_resumed(src: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_file_that_changes_meanwhile(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = engine._Run.go
+    go = engine.Run.go
 
-    def changed(run: engine._Run) -> object:
+    def changed(run: engine.Run) -> object:
         put(src / "1_Pooling/config.json", b"another")
         return go(run)
 
-    monkeypatch.setattr(engine._Run, "go", changed)
+    monkeypatch.setattr(engine.Run, "go", changed)
     ended = ckpttool("reshard", src, tmp_path / "dst", "--tp-out", 2)
     assert (ended.code, "a source has changed since it was planned" in ended.err) == (1, True)
     assert not (tmp_path / "dst").exists()

@@ -86,6 +86,7 @@ class RayFleet:
     def start(self, job: Job) -> None:
         if not self._connected:
             self._ours = not ray.is_initialized()
+            _reach(self._address)
             if self._ours:
                 self._speak = _hush()
                 _connect(self._address)
@@ -266,10 +267,6 @@ def _unfit(said: dict[str, Any]) -> CkptError:
 
 
 def _connect(address: str) -> None:
-    if "://" in address:
-        hint = "run the command on a node of the cluster, with ray=HOST:PORT or just ray"
-        raise UsageError(f"--on ray does not go through Ray's client ({address})", hint=hint)
-    _reach(address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
@@ -316,6 +313,9 @@ def _hush() -> Callable[[], None]:
 
 def _reach(address: str) -> None:
     """See that somebody listens there: Ray would ask for a minute, and not quietly."""
+    if "://" in address:
+        hint = "run the command on a node of the cluster, with ray=HOST:PORT or just ray"
+        raise UsageError(f"--on ray does not go through Ray's client ({address})", hint=hint)
     host, _, port = address.rpartition(":")
     if not host:
         return

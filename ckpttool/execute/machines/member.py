@@ -9,6 +9,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.claims import TakenOverError
 from ckpttool.execute.destinations.members import CommitDestination, CommittedError, MemberDestination, PeerError
-from ckpttool.execute.engine import _Run, _signals, _write_literals
+from ckpttool.execute.engine import Hands, Run, write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
 from ckpttool.execute.journal import Edge, Finished
 from ckpttool.execute.machines.held import Held
@@ -34,7 +35,6 @@ from ckpttool.execute.options import (
     RunResult,
     Standing,
 )
-from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.workforce import Outlet
 from ckpttool.plan import Output, Plan
@@ -85,7 +85,7 @@ class _Part(Protocol):
     waiting: tuple[int, ...]
 
     def go(self) -> RunResult: ...
-    def commit(self) -> _Run: ...
+    def commit(self) -> Run: ...
 
 
 def _together(mine: _Part, member: Member) -> RunResult:
@@ -139,7 +139,7 @@ class _Copies(Outlet):
         return False
 
 
-class _Share(_Run):
+class _Share(Run):
     """A part of a run."""
 
     destination: MemberDestination
@@ -150,39 +150,30 @@ class _Share(_Run):
         self.waiting: tuple[int, ...] = ()
         """Parts that are not done when this one is."""
 
-    def go(self) -> RunResult:
-        """Raises CommittedError when DST is there already."""
-        began = time.perf_counter()
-        carried = [o.carried for o in self.plan.outputs if o.carried]
-        roots, force = self.options.source_roots, self.options.force
-        self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
-        self._check_sources()
-        half, connections = self.options.memory // 2, self.options.connections
-        with _signals() as signals, open_medium(memory=half, connections=connections) as medium:
-            pool = _Pages(medium, self.destination.check_lately)
-            self.halt = pool.stop
-            self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
-            finished = self._begin()
-            try:
-                pool.scratch = str(self.destination.meeting.path)
-                hands = self.hands = self._hire(finished)
-                self.destination.beat()
-                self._prepare(pool, finished)
-                self.sums = finished.sums
-                hands.carry_out(self.tasks, finished, pool, self, signals.later)
-                self.record(pool, *hands.unrecorded())
-                self._show(sum([p.nbytes for t in self.tasks for p in t.parts]))
-                hands.end(now=False)
-                self.waiting = self.destination.leave()
-            except BaseException as e:
-                if self.destination.meeting.is_committed():
-                    self.destination.close()
-                    raise CommittedError from e
-                error = self._give_up(e, pool)
-                if error is e:
-                    raise
-                raise error from e
-        return self._result(began, hands, pool)
+    def _medium(self, medium: Medium) -> Medium:
+        return _Pages(medium, self.destination.check_lately)
+
+    def _hire(self, finished: Finished) -> Hands:
+        hands = super()._hire(finished)
+        self.destination.beat()
+        return hands
+
+    def _work(
+        self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
+    ) -> Hands:
+        hands = super()._work(pool, finished, undisturbed)
+        self.record(pool, *hands.unrecorded())
+        self._show(sum([p.nbytes for t in self.tasks for p in t.parts]))
+        return hands
+
+    def _finish(self, pool: Medium) -> None:
+        self.waiting = self.destination.leave()
+
+    def _seal(self, hold: Callable[[], None]) -> None:
+        """DST is made when all parts are done."""
+
+    def _publish(self) -> None:
+        """See ``_seal``."""
 
     def commit(self) -> _Commit:
         """What completes DST, once no part is left."""
@@ -202,7 +193,8 @@ class _Share(_Run):
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Have the outputs made, by this part or another one."""
-        assert isinstance(pool, Held)  # noqa: S101 - for mypy: go has made it
+        assert isinstance(pool, Held)  # noqa: S101 - for mypy: see ``_medium``
+        pool.scratch = str(self.destination.meeting.path)  # what is below stays where it is
         paths, pages = self.outlet.paths, self.destination.pages
         outputs = {path: i for i, path in enumerate(paths)}
 
@@ -237,7 +229,7 @@ class _Share(_Run):
             create(str(path), output.size)
             pool.expect_writes(str(path), scattered=output.summed)
             if not output.summed:
-                _write_literals(pool, str(path), output.literals)
+                write_literals(pool, str(path), output.literals)
             made.append(str(path))
         self.destination.settle(pool, made)
         return linked
@@ -259,11 +251,14 @@ class _Share(_Run):
         self._show(self.skipped)
 
     def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
+        if self.destination.meeting.is_committed():
+            self.destination.close()
+            return CommittedError()
         _tell(self.destination, error, wrong=not self._may_pass(error))
         return super()._give_up(error, pool)
 
 
-class _Commit(_Run):
+class _Commit(Run):
     """What comes after the last share: everything is written, and DST is not there yet."""
 
     destination: CommitDestination

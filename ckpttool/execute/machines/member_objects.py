@@ -6,19 +6,18 @@ What they agree on, and how, is the destination's: see ``destinations.object_mem
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from ckpttool.errors import CkptError
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.members import CommittedError
 from ckpttool.execute.destinations.object_member import ObjectCommit, ObjectMember
-from ckpttool.execute.engine import _Run, _signals
+from ckpttool.execute.engine import Hands, Run
 from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions, RunResult
-from ckpttool.execute.remote import open_medium
+from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions
 from ckpttool.execute.schedule import Part
 from ckpttool.plan import Plan
 
@@ -29,7 +28,7 @@ def share(plan: Plan, destination: Destination, options: RunOptions, progress: P
     return SentShare(plan, destination, options, progress)
 
 
-class SentShare(_Run):
+class SentShare(Run):
     """A part of a run, sent to a store."""
 
     destination: ObjectMember
@@ -40,41 +39,40 @@ class SentShare(_Run):
         self.waiting: tuple[int, ...] = ()
         """Parts that are not done when this one is."""
 
-    def go(self) -> RunResult:
-        """Raises CommittedError when DST is there already."""
-        began = time.perf_counter()
-        carried = [o.carried for o in self.plan.outputs if o.carried]
-        roots, force = self.options.source_roots, self.options.force
-        self.destination.check([s.path for s in self.plan.sources], roots, force=force, carried=carried)
-        self._check_sources()
-        self.destination.check_space(self.plan)
-        half, connections = self.options.memory // 2, self.options.connections
-        with _signals() as signals, open_medium(memory=half, connections=connections) as pool:
-            self.halt = pool.stop
-            self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
-            finished = self._begin()
-            try:
-                pool.scratch = str(self.destination.partial)
-                self.tasks = [self.tasks[t] for t in self.destination.own]
-                hands = self.hands = self._hire(finished)
-                self.destination.beat()
-                for path in self.outlet.paths:
-                    pool.expect_writes(path)
-                self.sums = finished.sums
-                self._announce(finished, [p for t in self.tasks for p in t.parts])
-                hands.carry_out(self.tasks, finished, pool, self, signals.later)
-                self.record(pool, *hands.unrecorded())
-                hands.end(now=False)
-                self._check_sources()
-                self.waiting = self.destination.leave(pool)
-            except BaseException as e:
-                error = self._stopped(e, pool)
-                if error is e:
-                    raise
-                raise error from e
-        return self._result(began, hands, pool)
+    def _begin(self) -> Finished:
+        finished = super()._begin()
+        self.tasks = [self.tasks[t] for t in self.destination.own]
+        return finished
 
-    def _stopped(self, error: BaseException, pool: Medium) -> BaseException:
+    def _hire(self, finished: Finished) -> Hands:
+        hands = super()._hire(finished)
+        self.destination.beat()
+        return hands
+
+    def _prepare(self, pool: Medium, finished: Finished) -> None:
+        """The destination has made the files."""
+        for path in self.outlet.paths:
+            pool.expect_writes(path)
+        self._announce(finished, [p for t in self.tasks for p in t.parts])
+
+    def _work(
+        self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
+    ) -> Hands:
+        hands = super()._work(pool, finished, undisturbed)
+        self.record(pool, *hands.unrecorded())
+        return hands
+
+    def _finish(self, pool: Medium) -> None:
+        self._check_sources()
+        self.waiting = self.destination.leave(pool)
+
+    def _seal(self, hold: Callable[[], None]) -> None:
+        """DST is made when all parts are done."""
+
+    def _publish(self) -> None:
+        """See ``_seal``."""
+
+    def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
         """What to raise: what another part has completed needs nothing more of this one."""
         if isinstance(error, Exception) and not isinstance(error, CommittedError):
             with contextlib.suppress(CkptError):  # the first error is the one to tell
@@ -85,7 +83,7 @@ class SentShare(_Run):
         wrong = not isinstance(error, CommittedError) and not self._may_pass(error)
         self.destination.failed(error, wrong=wrong)
         self.recorded += not wrong  # the others have begun, if this one has not
-        return self._give_up(error, pool)
+        return super()._give_up(error, pool)
 
     def commit(self) -> SentCommit:
         """All parts are done: the run that completes DST."""
@@ -114,7 +112,7 @@ class SentShare(_Run):
         return []
 
 
-class SentCommit(_Run):
+class SentCommit(Run):
     """What comes after the last share: the store has nearly everything, and DST is not there yet."""
 
     destination: ObjectCommit
