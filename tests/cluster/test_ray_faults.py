@@ -7,8 +7,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -443,9 +445,27 @@ def test_the_nodes_are_fit_again(tmp_path: Path) -> None:
     [
         ("ray=127.0.0.1:1", "no Ray cluster answers"),
         ("ray=ray://127.0.0.1:10001", "does not go through Ray's client"),
-        ("ray=127.0.0.1:port", "no Ray cluster answers"),
+        ("ray=127.0.0.1:port", "the address of a Ray cluster is HOST:PORT"),
+        ("ray=127.0.0.1", "the address of a Ray cluster is HOST:PORT"),
+        ("ray=", "the address is empty"),
         ("dusk", "`dusk` is not one of ray"),
     ],
 )
 def test_no_cluster(on: str, text: str, tmp_path: Path) -> None:
     refused(run(RESHARD, tmp_path / "dst", on=on), tmp_path / "dst", text)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_something_else_listens_there(answer: bytes, tmp_path: Path) -> None:
+    """Ray would try again for minutes, and write about it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as client:
+                client.recv(100)
+                client.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        done = run(RESHARD, tmp_path / "dst", on=f"ray=127.0.0.1:{server.getsockname()[1]}")
+    refused(done, tmp_path / "dst", "no Ray cluster answers", "something else listens there")
+    assert "GCS" not in done.err

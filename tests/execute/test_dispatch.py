@@ -186,6 +186,12 @@ def test_an_engine_that_does_not_exist() -> None:
     assert caught.value.hint == "engines: ray"
 
 
+def test_an_address_that_is_empty() -> None:
+    """As a variable of the shell that is not set leaves it: no other cluster is meant."""
+    with pytest.raises(UsageError, match="--on ray=: the address is empty"):
+        fleet_for("ray=")
+
+
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

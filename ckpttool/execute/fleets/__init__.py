@@ -16,7 +16,9 @@ def fleet_for(text: str) -> Fleet:
 
     Raises UsageError for an engine that does not exist, or is not installed.
     """
-    engine, _, address = text.partition("=")
+    engine, given, address = text.partition("=")
+    if given and not address.strip():
+        raise UsageError(f"--on {text}: the address is empty", hint=f"--on {engine}=HOST:PORT, or --on {engine}")
     if engine not in MODULES:
         raise UsageError(f"--on {text}: there is no such engine", hint=f"engines: {', '.join(MODULES)}")
     try:

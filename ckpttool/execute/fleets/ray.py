@@ -42,6 +42,11 @@ _FIRST, _OTHERS = 120.0, 5.0
 """Seconds to wait until a hand can begin, and then for those of other nodes, which may come later, too."""
 _REACH = 10.0
 """Seconds to reach the cluster."""
+_ANY = ("auto", "local")
+"""Addresses that are none, and that Ray understands: the cluster of this machine; a new one."""
+_SETTINGS = b"\x04"
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
+"""What a client of HTTP/2, and so of gRPC, says first (RFC 9113, 3.4); the server answers with its settings."""
 _DISMISS = 10.0
 """Seconds for hands to end in."""
 
@@ -312,19 +317,26 @@ def _hush() -> Callable[[], None]:
 
 
 def _reach(address: str) -> None:
-    """See that somebody listens there: Ray would ask for a minute, and not quietly."""
+    """See that somebody answers there who may be Ray: Ray itself would ask for minutes, not quietly, and without
+    regard to Ctrl-C.
+    """
     if "://" in address:
         hint = "run the command on a node of the cluster, with ray=HOST:PORT or just ray"
         raise UsageError(f"--on ray does not go through Ray's client ({address})", hint=hint)
-    host, _, port = address.rpartition(":")
-    if not host:
+    if address in _ANY:
         return
+    host, _, port = address.rpartition(":")
+    hint = "--on ray=HOST:PORT; the default port of Ray is 6379"
+    if not host or not (port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
+        raise UsageError("the address of a Ray cluster is HOST:PORT", where=address, hint=hint)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
-    except (OSError, ValueError) as e:
-        raise UsageError(
-            f"no Ray cluster answers at {address}: {e}", hint="--on ray=HOST:PORT; the default port of Ray is 6379"
-        ) from e
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+                connection.sendall(_HELLO)
+                if connection.recv(4)[3:] != _SETTINGS:
+                    raise OSError("something else listens there")
+    except OSError as e:
+        raise UsageError(f"no Ray cluster answers at {address}: {e}", hint=hint) from e
 
 
 def _hand_class() -> type:
