@@ -466,6 +466,10 @@ def create(path: str, size: int) -> bool:
     return kept
 
 
+SHARED = ("reflinked", "hard-linked")
+"""How a file can share the bytes of another one."""
+
+
 def share(source: str, path: str) -> str:
     """Make ``path`` a file that shares the bytes of ``source``: ``reflinked``, ``hard-linked``, or "" where neither
     works (another filesystem, no permission). Raises OutputError when a file that is in the way cannot be removed.
@@ -473,11 +477,11 @@ def share(source: str, path: str) -> str:
     remove_file(path)
     with contextlib.suppress(OSError), Path(source).open("rb") as f, Path(path).open("xb") as g:
         fcntl.ioctl(g.fileno(), _FICLONE, f.fileno())
-        return "reflinked"
+        return SHARED[0]
     remove_file(path)
     with contextlib.suppress(OSError):
         os.link(os.path.realpath(source), path)
-        return "hard-linked"
+        return SHARED[1]
     return ""
 
 

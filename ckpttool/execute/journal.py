@@ -121,9 +121,15 @@ class Journal:
         os.fdatasync(self._fd)
 
 
-def read(data: bytes, parts: int) -> Finished:
-    """What a journal says that another process writes. What it is torn at is left to that one."""
-    return _read(data.split(b"\n")[:-1], parts)[0]
+def read(data: bytes, digest: str, parts: int) -> Finished:
+    """What a journal says that another process writes; nothing where it is of another plan. What it is torn at is left
+    to that process.
+    """
+    lines = data.split(b"\n")[:-1]
+    head = _parse(lines[0]) if lines else {}
+    if (head.get("journal"), head.get("plan"), head.get("parts")) != (VERSION, digest, parts):
+        return Finished()
+    return _read(lines, parts)[0]
 
 
 def _read(lines: Sequence[bytes], parts: int) -> tuple[Finished, int]:

@@ -250,9 +250,29 @@ def test_a_claim_that_cannot_be_read_has_a_holder(folder: Folder, clock: Clock, 
 def test_a_link_is_not_followed(folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("mine")
     (tmp_path / ".claim-x-1").symlink_to("other")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OutputError, match="no part of a run has made this"):
         taken(folder)
     assert (tmp_path / "other").read_text() == "mine"
+
+
+def _large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 27)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, _large])
+def test_what_is_no_claim_is_not_read(folder: Folder, tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / ".claim-x-1")
+    with pytest.raises(OutputError, match="no part of a run has made this"):
+        taken(folder)
+
+
+@pytest.mark.parametrize("number", ["007", "0", "\N{ARABIC-INDIC DIGIT THREE}", "1\n"])
+def test_other_spellings_of_a_number(folder: Folder, tmp_path: Path, number: str) -> None:
+    """A name that no number gives would be looked for, and not found, for ever."""
+    (tmp_path / f".claim-x-{number}").write_bytes(b"{}")
+    taken(folder).release()
+    assert not Claims(folder, "plan").all()
 
 
 def test_holders_that_have_ended() -> None:

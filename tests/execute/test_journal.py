@@ -23,7 +23,7 @@ def test_edges_come_back(tmp_path: Path) -> None:
     made.begin("digest", 9)
     made.append([1, 2], {"0.0": "ab"}, EDGES)
     made.append([4], {})
-    for found in (journal(path).load("digest", 9), read(path.read_bytes(), 9)):
+    for found in (journal(path).load("digest", 9), read(path.read_bytes(), "digest", 9)):
         assert found.parts == {1, 2, 4}
         assert found.sums == {"0.0": "ab"}
         assert found.edges == EDGES
@@ -39,7 +39,7 @@ def test_edges_that_make_no_sense_end_it(tmp_path: Path, edges: object) -> None:
     made.append([1], {})
     with path.open("a") as f:
         f.write(sealed(json.dumps({"done": [[2, 3]], "edges": edges})) + "\n")
-    assert read(path.read_bytes(), 9).parts == {1}
+    assert read(path.read_bytes(), "digest", 9).parts == {1}
 
 
 def test_a_torn_line_of_another_process_stays(tmp_path: Path) -> None:
@@ -50,8 +50,17 @@ def test_a_torn_line_of_another_process_stays(tmp_path: Path) -> None:
     made.append([2], {}, EDGES)
     whole = path.read_bytes()
     for n in range(len(whole)):
-        assert read(whole[:n], 9).parts <= {1}
+        assert read(whole[:n], "digest", 9).parts <= {1}
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("digest", "parts"), [("other", 9), ("digest", 8)])
+def test_a_journal_of_another_plan_says_nothing(tmp_path: Path, digest: str, parts: int) -> None:
+    path = tmp_path / "j"
+    made = journal(path)
+    made.begin("digest", 9)
+    made.append([1], {})
+    assert not read(path.read_bytes(), digest, parts).parts
 
 
 def test_who_writes_it(tmp_path: Path) -> None:

@@ -9,13 +9,25 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
-from ckpttool.execute import Advance, NoProgress, RunOptions, RunResult, engine, files, run, schedule, workforce
+from ckpttool.execute import (
+    Advance,
+    NoProgress,
+    RunOptions,
+    RunResult,
+    engine,
+    files,
+    journal,
+    run,
+    schedule,
+    workforce,
+)
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.destinations.holder import HERE
 from ckpttool.execute.machines import member as member_module
@@ -550,6 +562,57 @@ def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> 
     with pytest.raises(ConflictError, match="an output of the parts was changed from outside"):
         part(plan, tmp_path / "dst", 2, 2)
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.sample("link", "bytes", "hashes")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "link"), "changed from outside", id="link"),
+        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "name"), "changed from outside", id="name"),
+        pytest.param(lambda d: elsewhere(d / "output/files", "link"), "symbolic links", id="files"),
+        pytest.param(lambda d: elsewhere(d / "output", "link"), "changed from outside", id="output"),
+        pytest.param(lambda d: (d / "output/linked").write_text('[[0, "linked"]]'), "cannot be read", id="linked"),
+        pytest.param(lambda d: (d / "output/linked").write_text("[5"), "cannot be read", id="torn"),
+        pytest.param(lambda d: record(d, edges=[[99, 0, "AAAA"]]), "does not fit its output", id="file"),
+        pytest.param(lambda d: record(d, edges=[[0, 2**70, "AAAA"]]), "does not fit its output", id="bytes"),
+        pytest.param(lambda d: said(d, hashes=None), "was started without --manifest", id="hashes"),
+        pytest.param(lambda d: said(d, of="\x1b" + "9" * 10**6), "is one of .{,90}, this is one of 2", id="long"),
+        pytest.param(lambda d: os.mkfifo(d / ".failed.7-9"), "no part of a run has made this", id="pipe"),
+    ],
+)
+def test_what_somebody_has_put_there(tmp_path: Path, plan: Plan, change: Callable[[Path], object], text: str) -> None:
+    """It is one error, and no file outside is written."""
+    part(plan, tmp_path / "dst", 1, 2)
+    change(tmp_path / "dst.partial")
+    before = {p: p.read_bytes() for p in (tmp_path / "other").rglob("*") if p.is_file()}
+    with pytest.raises((ConflictError, OutputError), match=text):
+        part(plan, tmp_path / "dst", 2, 2)
+    assert not (tmp_path / "dst").exists()
+    assert before == {p: p.read_bytes() for p in (tmp_path / "other").rglob("*") if p.is_file()}
+
+
+def elsewhere(path: Path, how: str) -> None:
+    """Move it out of the directory that the parts share, and let its name lead there."""
+    other = next(p for p in path.parents if p.name == "dst.partial").with_name("other")
+    other.mkdir()
+    path.rename(other / path.name)
+    if how == "link":
+        path.symlink_to(other / path.name)
+    else:
+        os.link(other / path.name, path)
+
+
+def record(directory: Path, **entry: Any) -> None:
+    """Add a line to the journal of a part."""
+    [path] = directory.glob(".journal.*")
+    with path.open("a") as f:
+        f.write(journal.sealed(json.dumps({"done": [], **entry})) + "\n")
+
+
+def said(directory: Path, **values: Any) -> None:
+    path = directory / ".members"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_no_room(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

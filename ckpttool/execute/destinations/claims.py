@@ -25,6 +25,7 @@ import errno
 import json
 import os
 import re
+import stat
 import threading
 import time
 import uuid
@@ -43,6 +44,10 @@ LOOK = 1.0
 PREFIX = ".claim-"
 TEMPORARY = ".new-"
 _FREE = b"-" * 16
+_MOST = 1 << 26
+"""Bytes of a file that does not grow with the work."""
+_NUMBER = r"([1-9][0-9]*)"
+"""Of a claim: no other spelling names the same file."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 
 
@@ -61,14 +66,31 @@ class Folder:
         finally:
             os.close(fd)
 
-    def read(self, name: str) -> bytes | None:
-        """What a file holds; None where there is none."""
+    def read(self, name: str, most: int = _MOST) -> bytes | None:
+        """What a file holds; None where there is none. Raises OutputError for what no part has made: a link, a pipe,
+        more than ``most`` bytes.
+        """
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         except FileNotFoundError:
             return None
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise self._foreign(name) from e
+            raise
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_size > most:
+                raise self._foreign(name)
+        except BaseException:
+            os.close(fd)
+            raise
         with os.fdopen(fd, "rb") as f:
             return f.read()
+
+    def _foreign(self, name: str) -> OutputError:
+        what = "no part of a run has made this"
+        return OutputError(what, where=f"{self.where}/{name}", hint="see who has, and remove it")
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Make a file with these bytes, durable, unless there is one. Returns whether it was made."""
@@ -170,7 +192,7 @@ class Claims:
         """Of each name the one that counts, unless its holder has let go."""
         names: dict[str, int] = {}
         for file in self.folder.names():
-            if match := re.fullmatch(re.escape(PREFIX) + r"(.+)-(\d{1,9})", file):
+            if match := re.fullmatch(re.escape(PREFIX) + r"(.+)-" + _NUMBER, file):
                 names[match[1]] = max(int(match[2]), names.get(match[1], 0))
         found = [self._read(name, number) for name, number in sorted(names.items())]
         return [f for f in found if f is not None and not f.is_free]
@@ -191,7 +213,8 @@ class Claims:
 
     def _numbers(self, name: str) -> list[int]:
         start = _file(name, "")
-        return [int(n) for f in self.folder.names() if f.startswith(start) and (n := f[len(start) :]).isdecimal()]
+        found = [re.fullmatch(re.escape(start) + _NUMBER, file) for file in self.folder.names()]
+        return [int(match[1]) for match in found if match]
 
     def take(self, name: str, over: Callable[[Watch], bool]) -> Claim | None:
         """Wait until the claim is this process's. ``over`` is called after each look at somebody who holds it: it may

@@ -40,6 +40,8 @@ import json
 import os
 import shlex
 import shutil
+import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +55,7 @@ from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.claims import PREFIX, TEMPORARY, Claim, Claims, Folder, Watch
 from ckpttool.execute.destinations.holder import machine
 from ckpttool.execute.destinations.local import JOURNAL, MEMBERS, LocalDestination, remove, sync_directory
-from ckpttool.execute.files import Medium, sync_all, write_error
+from ckpttool.execute.files import SHARED, Medium, sync_all, write_error
 from ckpttool.execute.journal import Edge, Finished, Journal
 from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member
@@ -99,7 +101,8 @@ class Failure:
     def read(cls, data: bytes) -> Failure | None:
         try:
             said = json.loads(data)
-            failure = cls(said["token"], said["part"], said["host"], said["what"], said["wrong"])
+            part, host, what = said["part"][:80], said["host"][:80], said["what"][:1000]  # other people's, to be shown
+            failure = cls(said["token"], part, host, what, said["wrong"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         texts = failure.token, failure.part, failure.host, failure.what
@@ -165,13 +168,14 @@ class Meeting:
             said = json.loads(found or b"")
         if not isinstance(said, dict) or said.get("members") != 1:
             raise self._conflict("what other parts left cannot be continued: it cannot be read")
-        who = f"part {said.get('part')} on {said.get('host')}"
+        shown = {key: str(value)[:80] for key, value in said.items()}
+        who = f"part {shown.get('part')} on {shown.get('host')}"
         texts = {
-            "of": f"{who} is one of {said.get('of')}, this is one of {self.member.of}",
-            "version": f"{who} has ckpttool {said.get('version')}, this is {__version__}",
+            "of": f"{who} is one of {shown.get('of')}, this is one of {self.member.of}",
+            "version": f"{who} has ckpttool {shown.get('version')}, this is {__version__}",
             "plan": f"{who} has another plan: the source, or the options, or what is at the same path there, differ",
             "parts": f"{who} cuts the same plan into other parts",
-            "hashes": f"{who} was started {'with' if 'xxh3_128' in said.get('hashes', ()) else 'without'} --manifest",
+            "hashes": f"{who} was started {'with' if 'xxh3_128' in shown.get('hashes', '') else 'without'} --manifest",
         }
         for key, text in texts.items():
             if said.get(key) != mine[key]:
@@ -216,7 +220,7 @@ class Meeting:
         found = Finished()
         for name in sorted(self.fresh_names()):
             if name.startswith(f"{JOURNAL}."):
-                said = journals.read(self.folder.read(name) or b"", self.parts)
+                said = journals.read(self.folder.read(name, sys.maxsize) or b"", self.claims.plan, self.parts)
                 found.parts |= said.parts
                 found.sums.update(said.sums)
                 found.edges += said.edges
@@ -238,7 +242,7 @@ class Meeting:
                 made += f"/{self.dst.name}"
             with contextlib.suppress(FileNotFoundError):
                 self._made = os.open(made, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder.fd)
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):
             self._inode = int(json.loads(self.folder.read(COMMITTING) or b"{}")["inode"])
         if self._made >= 0 and self._inode and os.fstat(self._made).st_ino != self._inode:
             os.close(self._made)
@@ -314,7 +318,7 @@ class Meeting:
 
     def clear_if_last(self) -> None:
         """Remove everything, unless somebody else is there. The own claims are let go."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OutputError):
             holders = [f.holder for f in self.claims.all()]
             if not all(h is not None and h.is_gone() for h in holders):
                 return
@@ -469,13 +473,22 @@ class MemberDestination(LocalDestination):
             if not name and meeting.is_committed():
                 raise CommittedError
             meeting.watch_made()
-            linked = json.loads(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
+            self._linked = self._read_linked(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
         except OSError as e:
             raise gone(e, self.meeting.path) from e
-        self._linked = dict(linked)
-        for output in self._plan.outputs:
-            check_made(str(meeting.path / name / _FILES / output.name), output.size, meeting.path)
+        for i, output in enumerate(self._plan.outputs):
+            path = str(meeting.path / name / _FILES / output.name)
+            check_made(path, output.size, meeting.path, linked=i in self._linked)
         return self._linked
+
+    def _read_linked(self, data: bytes) -> dict[int, str]:
+        """Which outputs share their bytes with a source, and how."""
+        outputs = self._plan.outputs
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            found = [(i, how) for i, how in json.loads(data)]
+            if all(type(i) is int and 0 <= i < len(outputs) and outputs[i].link and how in SHARED for i, how in found):
+                return dict(found)
+        raise _changed("what the parts left cannot be read", self.meeting.path / _OUTPUT / _LINKED, self.meeting.path)
 
     def _is_prepared(self, _watch: Watch) -> bool:
         self.meeting.check_failures()
@@ -550,6 +563,7 @@ class MemberDestination(LocalDestination):
         self._close_journal()
         linked = {p.number for t in self._tasks for p in t.parts if p.carried in self._linked}
         made = CommitDestination(self.given, self.meeting, self._part, linked)
+        made.linked_outputs = {self._plan.outputs[i].name for i in self._linked}
         self.meeting, self._part = Meeting(self, self.member), None
         return made
 
@@ -598,6 +612,8 @@ class CommitDestination(LocalDestination):
         self.meeting = meeting
         self._part = part
         self._linked = linked
+        self.linked_outputs: set[str] = set()
+        """Those that share their bytes with a source."""
         self._commit: Claim | None = None
         self._edges: list[Edge] = []
         self.wrong = False
@@ -623,6 +639,7 @@ class CommitDestination(LocalDestination):
             self._paths = [self.partial / o.name for o in beginning.plan.outputs]
             self._put_back(force=beginning.force)
             found = meeting.union()
+            self._check_edges(beginning.plan, found.edges)
         except BaseException as e:
             committed = isinstance(e, CommittedError | OSError) and meeting.is_committed()
             if committed and self._commit is not None:
@@ -643,9 +660,17 @@ class CommitDestination(LocalDestination):
         self.meeting.check_failures()
         return False
 
+    def _check_edges(self, plan: Plan, edges: Sequence[Edge]) -> None:
+        """Raises ConflictError for bytes that no part of this plan can have kept."""
+        outputs = plan.outputs
+        for file, at, data in edges:
+            if file >= len(outputs) or at + len(data) > outputs[file].size or outputs[file].name in self.linked_outputs:
+                raise _changed("what a part has recorded does not fit its output", self.meeting.path, self.meeting.path)
+
     def make(self, path: str, size: int) -> bool:
         """It is there."""
-        check_made(path, size, self.meeting.path)
+        name = Path(path).relative_to(self.partial).as_posix()
+        check_made(path, size, self.meeting.path, linked=name in self.linked_outputs)
         return True
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
@@ -722,12 +747,27 @@ class CommitDestination(LocalDestination):
             self.meeting.close()
 
 
-def check_made(path: str, size: int, shared: Path) -> None:
-    """Raises ConflictError when an output is not what was prepared."""
-    found = Path(path).stat().st_size if Path(path).is_file() else -1
-    if found != size:
-        hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(shared))}"
-        raise ConflictError("an output of the parts was changed from outside", where=path, hint=hint)
+def check_made(path: str, size: int, shared: Path, *, linked: bool) -> None:
+    """Raises ConflictError when an output is not what was prepared: another size, or a way to a file elsewhere."""
+    inside = Path(path).relative_to(shared).parents
+    own = all(stat.S_ISDIR(_status(shared / p)[0]) for p in inside)
+    mode, found, names = _status(Path(path))
+    if not own or not stat.S_ISREG(mode) or found != size or (names > 1 and not linked):
+        raise _changed("an output of the parts was changed from outside", path, shared)
+
+
+def _status(path: Path) -> tuple[int, int, int]:
+    """Mode, size and number of names of a file itself, no link followed; zeros where there is none."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return 0, 0, 0
+    return found.st_mode, found.st_size, found.st_nlink
+
+
+def _changed(what: str, where: str | Path, shared: Path) -> ConflictError:
+    hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(shared))}"
+    return ConflictError(what, where=str(where), hint=hint)
 
 
 @contextlib.contextmanager
