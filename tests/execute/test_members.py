@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -613,6 +614,16 @@ def record(directory: Path, **entry: Any) -> None:
 def said(directory: Path, **values: Any) -> None:
     path = directory / ".members"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_outputs_that_are_gone_are_not_made_again(tmp_path: Path, plan: Plan) -> None:
+    """They would be zeros, where the journals say that all is there."""
+    part(plan, tmp_path / "dst", 1, 2)
+    shutil.rmtree(tmp_path / "dst.partial/output")
+    with pytest.raises(ConflictError, match="what the parts have written is gone"):
+        part(plan, tmp_path / "dst", 2, 2)
+    assert not (tmp_path / "dst").exists()
+    assert not (tmp_path / "dst.partial/output").exists()
 
 
 def test_no_room(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

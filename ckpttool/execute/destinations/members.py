@@ -498,6 +498,9 @@ class MemberDestination(LocalDestination):
         """Make the outputs where nobody else looks, then give them their name."""
         meeting, claim = self.meeting, self._prepare
         assert claim is not None  # noqa: S101 - the caller has it
+        if meeting.union().parts:
+            what = "what the parts have written is gone, and they have recorded that it was there"
+            raise _changed(what, meeting.path / _OUTPUT, meeting.path)
         for name in meeting.folder.names():
             if name.startswith(_MAKING):
                 shutil.rmtree(meeting.path / name, ignore_errors=True)
