@@ -11,6 +11,7 @@ from ckpttool.errors import UsageError
 from ckpttool.execute.machines.launchers import LAUNCHERS, MOST, is_membership, membership
 from ckpttool.execute.options import Member
 
+STEPS = ("SLURM_STEP_ID", "SLURM_STEPID")
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
 ARRAY = {
     "SLURM_ARRAY_JOB_ID": "7",
@@ -111,6 +112,8 @@ def test_the_innermost_launcher_that_splits_the_work_counts(
         ("auto", BATCH | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "8"}, "batch script", "srun --ntasks-per-node"),
         ("auto", BATCH | {"SLURM_JOB_NUM_NODES": "8"}, "batch script", "srun --ntasks-per-node=1 ckpttool"),
         ("auto", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "batch script or shell", "srun"),
+        ("auto", step(0, 8) | dict.fromkeys(STEPS, "4294967290"), "batch script or shell", "srun"),
+        ("auto", step(0, 8) | dict.fromkeys(STEPS, "4294967291"), "batch script or shell", "srun"),
         ("auto", BATCH | ARRAY | {"SLURM_NTASKS": "8"}, "batch script", "srun"),
         ("auto", {"PBS_JOBID": "12.server"}, "script of PBS", "mpirun"),
         # elements of an array that were submitted again, and those that have no order

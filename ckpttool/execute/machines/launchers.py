@@ -34,6 +34,8 @@ class Launcher:
     """The variable with how many there are; "" where none has it, and only who wrote the job knows."""
     beside: tuple[str, ...] = ()
     """One of these is set, too; else ``rank`` was set by something else."""
+    void: tuple[str, ...] = ()
+    """Values of those that are no better than none."""
     spans: str = ""
     """The variable with how many tasks of an outer launcher it lies in, where it can be less than all."""
     loose: bool = False
@@ -43,6 +45,8 @@ class Launcher:
     step: str = ""
     """Variables with the numbers of the first and last process, and from one to the next, where users choose them."""
 
+
+_NO_STEP = (str(0xFFFFFFFB), str(0xFFFFFFFA))
 
 LAUNCHERS = (
     # https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
@@ -55,8 +59,10 @@ LAUNCHERS = (
     Launcher("MPI (PMI)", 2, "PMI_RANK", "PMI_SIZE"),
     Launcher("MPI (PMIx)", 2, "PMIX_RANK", beside=("PMIX_NAMESPACE",)),
     Launcher("MVAPICH2", 2, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    # srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID=0 as well, and is in no step.
-    Launcher("Slurm (srun)", 1, "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_STEP_ID", "SLURM_STEPID")),
+    # srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID=0 as well, and is in no step, or like the
+    # shell that salloc opens on a node in one that no srun has started: SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP
+    # of slurm.h.
+    Launcher("Slurm (srun)", 1, "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_STEP_ID", "SLURM_STEPID"), _NO_STEP),
     # Flux's page of the manual flux-environment, section 7
     Launcher("Flux", 1, "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     # Slurm's pages on sbatch and on job arrays
@@ -236,7 +242,7 @@ def _refuse_allocation(found: Sequence[_Found], environment: Mapping[str, str]) 
 
 def _read(row: Launcher, environment: Mapping[str, str]) -> _Found | None:
     """What a launcher says; None where it says nothing."""
-    if not environment.get(row.rank) or (row.beside and not any(map(environment.get, row.beside))):
+    if not environment.get(row.rank) or (row.beside and not _is_there(row, environment)):
         return None
     if row.loose and any(r.rank == row.rank and _is_there(r, environment) for r in LAUNCHERS if not r.loose):
         return None
@@ -257,7 +263,7 @@ def _read(row: Launcher, environment: Mapping[str, str]) -> _Found | None:
 
 
 def _is_there(row: Launcher, environment: Mapping[str, str]) -> bool:
-    return any(map(environment.get, row.beside))
+    return any(environment.get(name, "") not in ("", *row.void) for name in row.beside)
 
 
 def _number(environment: Mapping[str, str], name: str, row: Launcher, said: str) -> int:
