@@ -279,3 +279,17 @@ def test_holders_that_have_ended() -> None:
     assert not Holder("t", "h", 1, holder.machine()).is_gone()
     assert not Holder("t", "h", 2**22 + 1, "").is_gone()
     assert Holder("t", "h", 2**22 + 1, holder.machine()).is_gone()
+
+
+def test_ctrl_c_while_it_begins_to_beat(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim can be let go."""
+    claim = taken(folder)
+
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        claim.beat()
+    claim.release()
+    taken(folder).release()

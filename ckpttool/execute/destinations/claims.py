@@ -300,8 +300,9 @@ class Claim:
     def beat(self) -> None:
         """Begin to say every ``BEAT`` seconds that this process lives."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._beat, name=f"claim-{self._name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._beat, name=f"claim-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread  # Ctrl-C before this leaves a thread that ends when the claim is let go
 
     def _beat(self) -> None:
         while not self._end.wait(BEAT):
