@@ -372,7 +372,7 @@ class Run:
                 for first, size, into in output.shared:
                     inner = held[bisect_left(held, (first,)) : bisect_left(held, (first + size,))]
                     found |= dict.fromkeys(into, joined_crc32(first, size, inner))
-                write_literals(pool, path, _filled(output.literals, found))
+                write_literals(pool, path, filled(output.literals, found))
 
     def _verify(self, verify: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
@@ -468,7 +468,7 @@ def write_literals(pool: Medium, path: str, literals: Iterable[tuple[int, bytes]
         pool.write(path, offset, memoryview(data))
 
 
-def _filled(literals: Iterable[tuple[int, bytes]], sums: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+def filled(literals: Iterable[tuple[int, bytes]], sums: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
     """Literal bytes with checksums in their places; those that follow each other are joined."""
     places = sorted(sums, reverse=True)
     runs: list[tuple[int, bytearray]] = []

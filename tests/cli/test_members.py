@@ -244,7 +244,8 @@ def test_a_part_that_comes_late_proves_that_dst_is_what_it_makes(command: str, h
     assert [p.name for p in here.iterdir()] == [dst.name]
 
 
-@pytest.mark.parametrize("change", ["element", "file", "name"])
+@pytest.mark.sample("element", "config.json", "generation_config.json")
+@pytest.mark.parametrize("change", ["element", "file", "name", "config.json", "generation_config.json"])
 def test_another_dst_is_not_taken_for_it(change: str, here: Path) -> None:
     """Another source of the same shapes makes the same names and sizes."""
     words = COMMANDS["reshard"]
@@ -256,6 +257,11 @@ def test_another_dst_is_not_taken_for_it(change: str, here: Path) -> None:
         largest.write_bytes(data)
     elif change == "file":
         largest.write_bytes(data[:-1])
+    elif change.endswith(".json"):
+        companion = here / "dst" / change
+        text = companion.read_text().replace("1e-06", "2e-06") if change == "config.json" else "other"
+        assert text != companion.read_text()
+        companion.write_text(text.ljust(companion.stat().st_size))
     else:
         (here / "dst" / "more.safetensors").touch()
     done = ckpttool(*words, "--part", "1/1")

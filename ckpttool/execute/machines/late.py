@@ -11,14 +11,17 @@ from pathlib import Path
 
 from ckpttool.errors import CkptError
 from ckpttool.execute.destinations.local import MANIFEST
+from ckpttool.execute.engine import filled
 from ckpttool.execute.options import Member, RunOptions, unwatched
 from ckpttool.execute.reader import stop_reading
-from ckpttool.plan import Plan
+from ckpttool.execute.verification import Checks, Verification
+from ckpttool.plan import Output, Plan
+from ckpttool.storage.place import Place
 
 
 def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
-    """Whether DST is what the run makes: the files, their sizes, and every element of this part's share (of all shares,
-    where the run verifies)."""
+    """Whether DST is what the run makes: the files, their sizes, what no tensor decides (headers, configurations, an
+    index), and every element and companion file of this part's share (of all shares, where the run verifies)."""
     if options.force or options.prove is None:
         return False
     sizes = {o.name: o.size for o in plan.outputs}
@@ -29,11 +32,35 @@ def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
         found = {str(p.relative_to(folder)): p.stat().st_size for p in paths}
         if found.keys() != sizes.keys() | more or any(found[name] != size for name, size in sizes.items()):
             return False
+        if not all(_has_literals(folder, o) for o in plan.outputs):
+            return False
         whole = options.verify is not None  # what is said of a verified DST is said of all of it
-        options.prove.share(folder, unwatched, *((0, 1) if whole else (member.number - 1, member.of)))
+        mine = (0, 1) if whole else (member.number - 1, member.of)
+        companions = Verification(lambda written: _companions(plan, written), options.memory, options.connections)
+        for proof in (companions, options.prove):
+            proof.share(folder, unwatched, *mine)
     except (CkptError, OSError):
         return False
     except BaseException:
         stop_reading()
         raise
     return True
+
+
+def _has_literals(folder: Path, output: Output) -> bool:
+    """Whether the bytes of a file that no tensor decides are those of the plan. Checksums of tensors are as they are."""
+    sums = [*output.checksums.values(), *(into for _, _, into in output.shared)]
+    with (folder / output.name).open("rb") as f:
+
+        def read(offset: int, size: int) -> bytes:
+            f.seek(offset)
+            return f.read(size)
+
+        found = {at: int.from_bytes(read(at, 4), "little") for into in sums for at in into}
+        return all(read(at, len(data)) == data for at, data in filled(output.literals, found))
+
+
+def _companions(plan: Plan, written: Place) -> Checks:
+    checks = Checks()
+    checks.add_carried(plan, written)
+    return checks
