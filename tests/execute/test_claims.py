@@ -288,8 +288,9 @@ def test_ctrl_c_while_it_begins_to_beat(folder: Folder, monkeypatch: pytest.Monk
     def interrupted(_thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
-        claim.beat()
+        with pytest.raises(KeyboardInterrupt):
+            claim.beat()
     claim.release()
     taken(folder).release()
