@@ -67,6 +67,15 @@ def _small() -> Iterable[None]:
 
 
 @pytest.mark.usefixtures("_small")
+def test_answers_of_an_earlier_job_are_not_heard() -> None:
+    """They come late, and have the numbers of the first orders of the next one."""
+    fleet, sizes = FakeFleet(2, 0, Trouble(repeated=1)), [50] * 4
+    list(calls.map_over(fleet, Doubling(), items_of(sizes), sizes))
+    others = [(i + 100, size) for i, size in items_of(sizes)]
+    assert list(calls.map_over(fleet, Doubling(), others, sizes)) == [2 * i for i, _ in others]
+
+
+@pytest.mark.usefixtures("_small")
 def test_an_error_names_its_node() -> None:
     items = items_of([50] * 20)
     with pytest.raises(CorruptError, match="this item is wrong") as e:

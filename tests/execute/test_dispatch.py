@@ -147,13 +147,14 @@ def test_so_does_a_defect() -> None:
 
 def test_an_error_of_what_was_given_up_is_of_no_interest() -> None:
     class Stumbling(FakeFleet):
-        """Every order is given up once, and then fails."""
+        """The first order is given up, and then fails."""
+
+        turns = 0
 
         def _turn(self, node: object, ticket: int, order: Order) -> None:
-            if ticket == 1:
-                self._trouble = Trouble(ghosts=1)
-            super()._turn(node, ticket, order if ticket > 1 else {"number": -1})  # type: ignore[arg-type]
-            self._trouble = Trouble()
+            self.turns += 1
+            self._trouble = Trouble(ghosts=self.turns == 1)
+            super()._turn(node, ticket, order if self.turns > 1 else {"number": -1})  # type: ignore[arg-type]
 
     assert run(Stumbling(1), 20) == {i: i**2 for i in range(20)}
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.fleets.base import Answer, Fleet, Order, Reply
@@ -16,6 +16,8 @@ TRIES = 4
 """How often an order is sent: one that is lost as often takes down whoever has it."""
 PATIENCE = 60.0
 """Seconds without any node before the run gives up: long enough for a new one to join."""
+_TICKETS = count(1)
+"""Not used twice, whatever the job: the answer to an order of an earlier one may come late."""
 _TICK = 0.2
 """Seconds after which ``stop`` is looked at."""
 
@@ -39,13 +41,12 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
     waiting: deque[_Errand] = deque()
     away: dict[int, _Errand] = {}
     heard: deque[Reply] = deque()
-    tickets = 0
     seen = time.monotonic()
     while not stop.is_set():
         while len(away) < fleet.slots() and _has_one(waiting, coming):
-            tickets += 1
-            away[tickets] = waiting.popleft()
-            fleet.send(tickets, away[tickets].order)
+            ticket = next(_TICKETS)
+            away[ticket] = waiting.popleft()
+            fleet.send(ticket, away[ticket].order)
         if not away and not _has_one(waiting, coming):
             return
         if not heard:
