@@ -48,7 +48,7 @@ def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
 
 
 def _has_literals(folder: Path, output: Output) -> bool:
-    """Whether the bytes of a file that no tensor decides are those of the plan; checksums of tensors are as they are."""
+    """Whether the bytes of a file that no tensor decides are those of the plan, whatever checksums are among them."""
     sums = [*output.checksums.values(), *(into for _, _, into in output.shared)]
     with (folder / output.name).open("rb") as f:
 
