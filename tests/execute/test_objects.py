@@ -606,3 +606,14 @@ def test_copies_that_disagree(store: ObjectStore, plan: Plan, tmp_path: Path, re
     with pytest.raises(CorruptError):
         write(plan, resume=resume)
     assert not store.objects_
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"sums": []}', b'{"sums": {"1.0": 5}}', b"[" * 10**5, b"\xff"])
+def test_hashes_that_somebody_has_put_there(data: bytes) -> None:
+    """They are taken again."""
+    found = {"n/R-000007.json": data, "n/R-x.json": b'{"sums": {}}', "n/R-000002.json": b'{"sums": {"0.0": "ab"}}'}
+    store = SimpleNamespace(
+        objects=lambda _: [(key, 0) for key in found], get=lambda key: SimpleNamespace(data=found[key])
+    )
+    said: Any = SimpleNamespace(_store=store, _keys=SimpleNamespace(notes="n/"), _run="R", _notes=0)
+    assert objects.ObjectDestination._noted_sums(said) == {"0.0": "ab"}

@@ -367,7 +367,7 @@ class ObjectDestination:
             found = self._store.get(key)
             name = key.removeprefix(self._keys.notes)
             if found is not None and name.startswith(self._run):
-                with suppress(ValueError, AttributeError):
+                with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     said = json.loads(found.data)["sums"]
                     sums |= {k: v for k, v in said.items() if isinstance(v, str)}
                     self._notes = max(self._notes, int(name[len(self._run) + 1 :].removesuffix(".json")))
