@@ -122,7 +122,8 @@ class WebPlace(NamedTuple):
 
     def __truediv__(self, name: str, /) -> WebPlace:
         parts = [quote(p, safe="!$&'()*+,;=:@~") for p in name.split("/") if p not in ("", ".")]  # as a Path has it
-        return self._replace(url="/".join([self.url, *parts]))
+        url = "/".join([self.url, *parts])
+        return self._replace(url=url, query=QUERIES.get(url, self.query))
 
     def is_file(self) -> bool:
         above = _recent(self.parent)

@@ -414,3 +414,12 @@ def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:
         assert "this index names no files" in refused(f"{server.url}/", tmp_path / "dst", "--to", "unified")
     with web_server(FIXTURES / "hf_tiny_source") as server:
         assert "the web has no listings: only files" in ckpttool("reshard", f"{server.url}/", tmp_path / "dst").err
+
+
+def test_a_signed_file_is_found_again_from_where_it_lies() -> None:
+    """Formats name the files of a directory; the signature is that of one file."""
+    place = parse_place("https://signed.example/models/w.safetensors?sig=abc")
+    assert isinstance(place, WebPlace)
+    assert place.parent / "w.safetensors" == place
+    assert (place.parent / "w.safetensors").query == "sig=abc"
+    assert not (place.parent / "config.json").query
