@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from math import prod
@@ -108,7 +108,7 @@ class Reads(NamedTuple):
 
 def in_turn(
     workers: int, do: Callable[[_Item], _Result], items: Iterable[_Item], reads: Callable[[_Item], Reads]
-) -> Iterator[_Result]:
+) -> Generator[_Result, None, None]:
     """What ``do`` makes of each item, in threads that read blocks. What the next ones read from other machines is
     fetched before their turn comes.
     """

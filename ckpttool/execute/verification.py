@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -278,7 +279,9 @@ class Verification:
         """Verify what machine ``number`` (from 0) of so many has to, as ``__call__`` does."""
         with reading(memory=self.memory // 2, connections=self.connections):
             checks = self.look(written)
-            checks.conclude(self._done(checks, checks.share(number, of), advance))
+            # Closed also when a check fails: a medium that stays open would be read in the next verification, too.
+            with closing(self._done(checks, checks.share(number, of), advance)) as done:
+                checks.conclude(done)
 
     def on(
         self, fleet: Fleet, written: Place, advance: Advance, stop: threading.Event, private: Path | None = None
@@ -306,6 +309,7 @@ class Verification:
 
     def _done(
         self, checks: Checks, mine: Sequence[Check], advance: Advance
-    ) -> Iterator[tuple[Check, Difference | Fault | None]]:
+    ) -> Generator[tuple[Check, Difference | Fault | None], None, None]:
         work = Checker(checks.sides, self.memory, advance)
-        return zip(mine, in_turn(_WORKERS, work.do, mine, work.reads), strict=True)
+        with closing(in_turn(_WORKERS, work.do, mine, work.reads)) as found:
+            yield from zip(mine, found, strict=True)

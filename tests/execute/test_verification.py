@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import AccessError, UsageError, VerifyError
-from ckpttool.execute import RunOptions, compare, run
+from ckpttool.execute import RunOptions, compare, reader, run
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets import calls
 from ckpttool.execute.verification import Check, Checks, Verification
@@ -155,6 +155,18 @@ def test_what_is_worked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert errors[0] == ""
     assert "`t1` was not written as it was worked out" in errors[1]
     assert told(lambda advance: verification.on(FakeFleet(2), dst, advance, stop))[1] == errors[1]
+
+
+def test_what_differs_leaves_no_file_open(tmp_path: Path) -> None:
+    """The next verification in this process would read it, and not what has its path by then."""
+    plan, _ = merge_plan(tmp_path / "src")
+    dst = tmp_path / "dst"
+    run(plan, dst)
+    flipped(dst / "1.bin", 77)
+    with pytest.raises(VerifyError) as e:
+        working_out(plan)(dst, lambda _: None)
+    assert e.value.__traceback__ is not None
+    assert not reader._SHARED.users
 
 
 def test_parts_and_files_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
