@@ -78,8 +78,13 @@ def main() -> None:
     sys.path.insert(0, str(root))
     package = importlib.import_module("ckpttool")
     for module in pkgutil.walk_packages(package.__path__, "ckpttool."):
-        if not module.name.endswith("__main__"):
+        if module.name.endswith("__main__"):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as e:  # an engine, whose package is not installed
+            if e.name is None or e.name.startswith("ckpttool"):
+                raise
     typer = importlib.import_module("typer.main")
     command = typer.get_command(importlib.import_module("ckpttool.cli.app").app)
     counter = Moves(root / "ckpttool", rows(root))

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib
 import json
 import os
-import pkgutil
 import sys
 import tempfile
 import time
@@ -24,10 +22,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import ckpttool
 from tests.fuzz.harness import Bench, FindingError
 from tests.fuzz.subjects import subjects
 from tests.helpers.memory_disk import memory_disk
+from tests.helpers.modules import import_all
 
 SHARED = 200
 """Cases of a file from which on processes share them: each lists all the cases of a subject first."""
@@ -116,9 +114,7 @@ def main() -> int:
     total: collections.Counter[Any] = collections.Counter()
     by_subject: dict[str, collections.Counter[str]] = {}
     findings: list[str] = []
-    for module in pkgutil.walk_packages(ckpttool.__path__, "ckpttool."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)  # once for all workers
+    import_all()  # once for all workers
     with ThreadPoolExecutor(asked.workers) as pool:
         results = pool.map(lambda j: (j[0], *run(j[0], j[1], asked.cases, asked.seed)), jobs)
         for name, counts, found in results:

@@ -16,9 +16,7 @@ import contextlib
 import errno
 import gc
 import hashlib
-import importlib
 import os
-import pkgutil
 import resource
 import shutil
 import sys
@@ -29,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import ckpttool
 from ckpttool.cli.app import _command, main
 from ckpttool.execute import files, schedule, workforce
 from ckpttool.execute.destinations import local
 from ckpttool.layout.family import family_names
 from ckpttool.ops.convert_json import header
+from tests.helpers.modules import import_all
 from tests.torture.interpose import SYNCS, WRITES, Call, Decision, Fail, Give, Kill, Outcome, Short, run
 from tests.torture.scenarios import Scenario
 
@@ -150,9 +148,7 @@ class Injector:
 
 def warm_up() -> None:
     """Import all that a command may import, so that each run is a fork of this process and starts at once."""
-    for module in pkgutil.walk_packages(ckpttool.__path__, "ckpttool."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    import_all()
     _command()
     family_names()
     gc.freeze()  # a collection would touch every page that is shared with this process
