@@ -11,6 +11,7 @@ It lives in a process of its own, so that tests need no Ray in theirs, and ends 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -209,12 +210,13 @@ def join(address: str, name: str, mounts: Mapping[str, str]) -> None:
     for place, other in mounts.items():
         how = ["--bind", other] if other else ["-t", "tmpfs", "-o", "size=1m", "none"]
         subprocess.run(["mount", *how, place], check=True)
-    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
     from ray.cluster_utils import Cluster
+
+    raylet: Any = importlib.import_module("ray._raylet")  # compiled, without types
 
     cluster = Cluster()
     cluster.head_node, cluster.redis_address = SimpleNamespace(gcs_address=address), address
-    options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    options = raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
     cluster.global_state._initialize_global_state(options)
     node = cluster.add_node(num_cpus=1, node_name=name)
     answers.write("joined\n")
