@@ -151,3 +151,9 @@ def _nothing_kept() -> None:
     """Of files on other machines: servers of tests give other bytes under one name."""
     if readahead := sys.modules.get("ckpttool.storage.readahead"):
         readahead.forget()
+
+
+def pytest_runtest_teardown() -> None:
+    """Machines that a test has made up are gone with it: what they have open is open for the whole process."""
+    if fleet := sys.modules.get("tests.helpers.fleet"):
+        fleet.end_all()

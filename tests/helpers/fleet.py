@@ -48,6 +48,15 @@ def _travelled(data: dict[str, Any]) -> dict[str, Any]:
     return arrived
 
 
+_LIVING: list[FakeFleet] = []
+
+
+def end_all() -> None:
+    """End the fleets of a test, and with them what their workers have open, however the test ended."""
+    while _LIVING:
+        _LIVING.pop().end(now=True)
+
+
 @dataclass
 class _Node:
     name: str
@@ -71,6 +80,7 @@ class FakeFleet:
         self._depth = depth
         self._nodes = [_Node(f"node-{i}") for i in range(nodes)]
         self._job = b""
+        _LIVING.append(self)
         self._ghosts: list[tuple[int, _Node, int, Order, bytes]] = []
         """Orders that were given up, and when they are done."""
         self._due: list[tuple[int, Reply]] = []
