@@ -52,9 +52,9 @@ _LIVING: list[FakeFleet] = []
 
 
 def end_all() -> None:
-    """End the fleets of a test, and with them what their workers have open, however the test ended."""
+    """Close what the workers of a test's fleets have open, however the test ended."""
     while _LIVING:
-        _LIVING.pop().end(now=True)
+        _LIVING.pop().close()
 
 
 @dataclass
@@ -128,6 +128,10 @@ class FakeFleet:
 
     def end(self, *, now: bool) -> None:
         self.ended.append(now)
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of all nodes."""
         for node in self._nodes:
             if node.worker is not None:
                 node.worker.close()
