@@ -300,5 +300,8 @@ def test_what_paddle_accepts(tmp_path: Path) -> None:
     known = recorded()
     found = programs_side.measure(some(), tmp_path / "measured", known)
     assert found.pop("paddle") == known["paddle"]
-    told = {(t, n): found[t][n] for t, n in some()}
-    assert told == {(t, n): known[t][n] for t, n in some()}, json.dumps(found)
+    for table, name in some():
+        told, want = found[table][name], known[table][name]
+        # Where a loader reads memory that is not its own, it crashes or not by chance. It may not accept, though.
+        kinds = {k for k, what in want.items() if what == "crash or hang" and told[k] == "refused"}
+        assert told | {k: want[k] for k in kinds} == want, (table, name, json.dumps(told))
