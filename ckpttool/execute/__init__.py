@@ -16,4 +16,4 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
         return engine.run(plan, dst, options, progress)
     from ckpttool.execute.machines import member  # with all that a run of one process does not need
 
-    return member.run(plan, dst, options, progress)
+    return member.run(plan, dst, options.member, options, progress or NoProgress())

@@ -44,6 +44,7 @@ import stat
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,7 +342,51 @@ class Meeting:
         self.path.rmdir()
 
 
-class MemberDestination(LocalDestination):
+class _Shared(LocalDestination, ABC):
+    """A destination at which others are, too: how a process leaves it."""
+
+    meeting: Meeting
+    wrong = False
+    """The input is: nothing that there is can be of use."""
+
+    @abstractmethod
+    def _let_go(self) -> Sequence[Claim | None]:
+        """The claims that this process has had until now."""
+
+    @property
+    def locks(self) -> list[int]:
+        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
+
+    def failed(self, error: BaseException, *, wrong: bool) -> None:
+        """Tell the others, who stop. What is wrong for good is not kept."""
+        self.wrong = wrong
+        if self.meeting.folder.fd >= 0:
+            self.meeting.fail(error, wrong=wrong)
+
+    def close(self) -> None:
+        self._leave(clear=False)
+
+    def discard(self) -> None:
+        """Leave nothing if the input is wrong and nobody else is there; the work of others stays."""
+        self._leave(clear=self.wrong)
+
+    def _leave(self, *, clear: bool) -> None:
+        self._close_journal()
+        for claim in self._let_go():
+            if claim is not None:
+                claim.release()
+        if self.meeting.folder.fd >= 0:
+            if clear:
+                self.meeting.clear_if_last()
+            self.meeting.close()
+
+    def _close_journal(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MemberDestination(_Shared):
     """DST for a process that does its part; ``committer`` is what it is for the one that completes it."""
 
     def __init__(self, dst: Path, member: Member, *, single: bool = False) -> None:
@@ -358,8 +403,6 @@ class MemberDestination(LocalDestination):
         self._part: Claim | None = None
         self._prepare: Claim | None = None
         self._linked: dict[int, str] = {}
-        self.wrong = False
-        """The input is: nothing that there is can be of use."""
 
     def share(self) -> int:
         """A descriptor of the directory that all members lock together, and a run that is no member does not get."""
@@ -570,44 +613,13 @@ class MemberDestination(LocalDestination):
         self.meeting, self._part = Meeting(self, self.member), None
         return made
 
-    # -- leaving
-
-    @property
-    def locks(self) -> list[int]:
-        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
-
-    def failed(self, error: BaseException, *, wrong: bool) -> None:
-        """Tell the others, who stop. What is wrong for good is not kept."""
-        self.wrong = wrong
-        if self.meeting.folder.fd >= 0:
-            self.meeting.fail(error, wrong=wrong)
-
-    def _close_journal(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def close(self) -> None:
-        self._close_journal()
-        self._leave(clear=False)
-
-    def discard(self) -> None:
-        """Leave nothing if the input is wrong and nobody else is there; the work of others stays."""
-        self._close_journal()
-        self._leave(clear=self.wrong)
-
-    def _leave(self, *, clear: bool) -> None:
-        for claim in (self._prepare, self._part):
-            if claim is not None:
-                claim.release()
+    def _let_go(self) -> Sequence[Claim | None]:
+        claims = self._prepare, self._part
         self._prepare = self._part = None
-        if self.meeting.folder.fd >= 0:
-            if clear:
-                self.meeting.clear_if_last()
-            self.meeting.close()
+        return claims
 
 
-class CommitDestination(LocalDestination):
+class CommitDestination(_Shared):
     """DST for the part that completes it: all is written, in all journals together."""
 
     def __init__(self, dst: Path, meeting: Meeting, part: Claim | None, linked: set[int]) -> None:
@@ -619,7 +631,6 @@ class CommitDestination(LocalDestination):
         """Those that share their bytes with a source."""
         self._commit: Claim | None = None
         self._edges: list[Edge] = []
-        self.wrong = False
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
         """The part has done it."""
@@ -716,38 +727,14 @@ class CommitDestination(LocalDestination):
             self.close()
         return note
 
-    # -- leaving
-
     @property
     def can_record(self) -> bool:
         return False
 
-    @property
-    def locks(self) -> list[int]:
-        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
-
-    def failed(self, error: BaseException, *, wrong: bool) -> None:
-        """Tell the others, who stop. What is wrong for good is not kept."""
-        self.wrong = wrong
-        if self.meeting.folder.fd >= 0:
-            self.meeting.fail(error, wrong=wrong)
-
-    def close(self) -> None:
-        self._leave(clear=False)
-
-    def discard(self) -> None:
-        """Leave nothing if the input is wrong and nobody else is there."""
-        self._leave(clear=self.wrong)
-
-    def _leave(self, *, clear: bool) -> None:
-        for claim in (self._commit, self._part):
-            if claim is not None:
-                claim.release()
+    def _let_go(self) -> Sequence[Claim | None]:
+        claims = self._commit, self._part
         self._commit = self._part = None
-        if self.meeting.folder.fd >= 0:
-            if clear:
-                self.meeting.clear_if_last()
-            self.meeting.close()
+        return claims
 
 
 def check_made(path: str, size: int, shared: Path, *, linked: bool) -> None:

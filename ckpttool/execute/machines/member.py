@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpttool.errors import OutputError
-from ckpttool.execute import engine
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.claims import TakenOverError
@@ -28,7 +27,6 @@ from ckpttool.execute.machines.late import is_made
 from ckpttool.execute.options import (
     Checksum,
     Member,
-    NoProgress,
     PhasedProgress,
     Progress,
     RunOptions,
@@ -37,32 +35,26 @@ from ckpttool.execute.options import (
 )
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.workforce import Outlet
-from ckpttool.plan import Output, Plan
+from ckpttool.plan import Plan
 from ckpttool.storage.place import Place
 
 
-def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
-    """Write the outputs of ``plan`` to the directory ``dst``, here or elsewhere, whole or not at all; with
-    ``options.member`` one part of them, and DST when that was the last one.
+def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: Progress) -> RunResult:
+    """Do one part of a run, ``options.member``, and make DST when that was the last one.
 
     Raises as ``engine.run``; ConflictError when another part has another plan, OutputError when another part fails.
     """
-    options, progress = options or RunOptions(), progress or NoProgress()
-    if options.member is None:
-        return engine.run(plan, dst, options, progress)
     destination = destination_for(dst, options)
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.freeze()
     try:
-        return _together(_share(plan, destination, options, progress), options.member)
+        return _together(_share(plan, destination, options, progress), member)
     except OutputError:
-        if not isinstance(destination, MemberDestination) or not is_made(
-            plan, destination.path, options.member, options
-        ):
+        if not isinstance(destination, MemberDestination) or not is_made(plan, destination.path, member, options):
             raise
-        said = f"DST is there already, and what {options.member} has to make of it is equal to the sources"
-        return _ended(progress, _nothing_done(plan, options), said, Standing(options.member, committed=True))
+        said = f"DST is there already, and what {member} has to make of it is equal to the sources"
+        return _ended(progress, _nothing_done(plan, options), said, Standing(member, committed=True))
     finally:
         if freezes:
             gc.unfreeze()
@@ -132,13 +124,6 @@ class _Pages(Held):
         super().write(path, offset, data, scattered=scattered)
 
 
-class _Copies(Outlet):
-    """What could be linked has been when the outputs were made."""
-
-    def links(self, output: Output) -> bool:
-        return False
-
-
 class _Share(Run):
     """A part of a run."""
 
@@ -188,7 +173,7 @@ class _Share(Run):
     def _begin(self) -> Finished:
         finished = super()._begin()
         self.tasks = [self.tasks[t] for t in self.destination.own]
-        self.outlet = _Copies(self.outlet.paths, locks=self.outlet.locks)
+        self.outlet = Outlet(self.outlet.paths, locks=self.outlet.locks, alone=False)  # what could be linked has been
         return finished
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
