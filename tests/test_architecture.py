@@ -37,7 +37,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("encodings",),
     ("storage",),
     ("catalog",),
-    ("select",),
+    ("names", "select"),
     ("containers",),
     ("formats",),
     ("layout",),

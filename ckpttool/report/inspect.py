@@ -611,7 +611,7 @@ def _how(result: DiffResult, values: str = "every element") -> str:
 
 def _folded_table(kinds: Sequence[tuple[str, str, str]], changed: Sequence[Changed]) -> None:
     """Names that differ only in numbers on one line, with the largest relative difference and the smallest cosine."""
-    from ckpttool.ops.inspect.names import fold
+    from ckpttool.names import fold
 
     rows: list[tuple[str | int, ...]] = []
     alike: dict[tuple[str, str], list[str]] = {}

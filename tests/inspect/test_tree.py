@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.names import fold, natural_order, templates
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.names import fold, natural_order, templates
 from ckpttool.ops.inspect.tree import Node, collapse, lines
 from ckpttool.words import ranges
 

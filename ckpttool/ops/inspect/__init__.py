@@ -4,7 +4,6 @@
     source.py         opening a checkpoint, or an adapter
     identity.py       what it is: family, layers, parameters, precision
     listing.py        the tensors of a source, chosen and sorted; headers only
-    names.py          names without their numbers
     tree.py           names that differ only in numbers become one line: ``layers.{0..60}``
     holdings.py       which rank holds which box of which tensor
     values.py         statistics, histograms, checksums and single elements

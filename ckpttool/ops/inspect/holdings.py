@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ckpttool.catalog import LogicalTensor
 from ckpttool.geometry import Box
+from ckpttool.names import SLOT, templates
 from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
-from ckpttool.ops.inspect.names import SLOT, templates
 from ckpttool.words import ranges
 
 Ranks = tuple[int, ...]

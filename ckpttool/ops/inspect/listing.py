@@ -18,7 +18,7 @@ from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.paddle import PARAMS
 from ckpttool.mesh import Mesh
-from ckpttool.ops.inspect.names import natural_order
+from ckpttool.names import natural_order
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.select import matching
 from ckpttool.storage.place import AnyPlace, DataFile, Place, name_below, parse_place, source_files

@@ -13,8 +13,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalog import in_order
+from ckpttool.names import SLOT, printable, templates
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.names import SLOT, printable, templates
 from ckpttool.storage.listing import natural
 from ckpttool.words import ranges
 

@@ -1,10 +1,14 @@
-"""Name templates: what is left of a hundred thousand names when their numbers are taken out, a few dozen texts."""
+"""What the names of tensors say: which differ only in their numbers, in which order people read them, and which layer
+and module of the model each belongs to.
+
+What is left of a hundred thousand names when their numbers are taken out is a few dozen texts: templates.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.storage.listing import natural
 from ckpttool.words import ranges
@@ -74,3 +78,24 @@ def natural_order(names: Sequence[str]) -> list[int]:
             key += (number, text)
         keys.append(key)
     return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+class Location(NamedTuple):
+    """Where in a model a tensor is, as far as its name says."""
+
+    stack: str
+    """What is in front of the layer's number: ``model.layers``; "" outside layers."""
+    layer: int | None
+    """The number of the layer, None outside layers."""
+    module: str
+    """The rest without its numbers and without ``weight`` at its end: ``mlp.experts.up_proj``, ``lm_head``."""
+
+
+def locate(name: str) -> Location:
+    """The layer and the module that a tensor's name speaks of. The first number between dots is the layer's."""
+    (template, numbers), *_ = templates([name])
+    stack, slot, rest = template.partition("." + SLOT)
+    module = rest.removeprefix(".") if slot else template
+    module = ".".join([part for part in module.split(".") if part != SLOT])
+    module = module.removesuffix(".weight")
+    return Location(stack, numbers[0], module) if slot else Location("", None, module)
