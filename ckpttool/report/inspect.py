@@ -319,13 +319,10 @@ def show_metadata(listing: Listing, metadata: dict[str, dict[str, str]], *, as_j
 def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: bool) -> None:
     """Who holds what: text or JSON on stdout, and a picture in a file."""
     if svg is not None:
-        from ckpttool.errors import OutputError
+        from ckpttool.report.files import save
         from ckpttool.report.svg import picture
 
-        try:
-            svg.write_text(picture(layout, f"{resolved(listing.path).name}: who holds what"), encoding="utf-8")
-        except OSError as e:
-            raise OutputError(f"the picture cannot be written: {e.strerror}", where=str(svg)) from None
+        save(svg, picture(layout, f"{resolved(listing.path).name}: who holds what"), "the picture")
     if as_json:
         holdings = [
             {

@@ -1,0 +1,30 @@
+"""Reports and pictures in files of their own, beside what is printed."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from ckpttool.errors import OutputError
+
+
+def save(path: Path, content: str, what: str) -> None:
+    """Write ``content`` to ``path`` as UTF-8; ``what`` is what messages call it: "the picture".
+
+    A file that is there is replaced as a whole, and stays as it was when that fails. What is no regular file
+    (``/dev/stdout``, a pipe, a link) is written to. Raises OutputError.
+    """
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(content, encoding="utf-8")
+            return
+        making = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+        try:
+            with making.open("x", encoding="utf-8") as f:
+                f.write(content)
+            making.replace(path)
+        except BaseException:
+            making.unlink(missing_ok=True)
+            raise
+    except OSError as e:
+        raise OutputError(f"{what} cannot be written: {e.strerror}", where=str(path)) from None
