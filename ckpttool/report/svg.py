@@ -5,6 +5,7 @@ Plain SVG 1.1 with nothing to load, so that browsers, editors and image converte
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from ckpttool.errors import plain
@@ -93,6 +94,22 @@ class _Drawing:
                 f' height="{width * len(shown)}" patternTransform="rotate(45)">{stripes}</pattern>'
             )
         return f"<defs>{''.join(out)}</defs>" if out else ""
+
+
+class Figure(NamedTuple):
+    """A picture for an HTML page."""
+
+    title: str
+    caption: str
+    """What it shows, in words, for those who do not see it, too."""
+    svg: str
+    """An ``<svg>`` element to stand in the page: presentation attributes only, no style, no script, no id."""
+
+
+def figures(layout: Layout) -> list[Figure]:
+    """The layout as pictures for a page, in the colours of its custom properties."""
+    title = "Who holds what"
+    return [Figure(title, f"{count(layout.world, 'rank')}: {layout.mesh}", picture(layout, title))]
 
 
 def picture(layout: Layout, title: str) -> str:
