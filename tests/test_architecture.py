@@ -52,7 +52,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("execute",),
     ("targeting",),
-    ("findings",),
+    ("findings", "layers"),
     ("index_checks",),
     ("ops",),
     ("report",),
