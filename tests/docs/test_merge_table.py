@@ -1,4 +1,4 @@
-"""The tables of docs/merge.md say what the methods are: formulas, parameters, bases, passes.
+"""The tables of docs/merge/ say what the methods are: formulas, parameters, bases, passes.
 
 `python -m tests.docs.test_merge_table` prints the two tables that follow from the code alone.
 """
@@ -18,7 +18,9 @@ from ckpttool.kernels.merge.draws import CounterDraws
 from tests.docs.runner import ROOT
 from tests.merge.driver import ArrayChunk
 
-PAGE = ROOT / "docs" / "merge.md"
+ENTRY = ROOT / "docs" / "merge.md"
+PAGES = {"methods": "methods.md", "parameters": "methods.md", "passes": "mergekit.md"}
+"""The page of each table, in docs/merge/."""
 SHAPE = (64, 64)
 GIVEN = {"weight": 0.5, "density": 0.5, "epsilon": 0.1, "t": 0.5, "decay": 0.5}
 """Values that make every method do all of its work; other parameters have their defaults."""
@@ -97,8 +99,8 @@ def passes(method: Method) -> int:
 
 
 def table(name: str) -> list[str]:
-    """The lines of a table of the page, which stands between two comments."""
-    text = PAGE.read_text(encoding="utf-8")
+    """The lines of a table, which stands between two comments of its page."""
+    text = (ROOT / "docs" / "merge" / PAGES[name]).read_text(encoding="utf-8")
     return text.split(f"<!-- begin {name} -->\n")[1].split(f"<!-- end {name} -->")[0].strip().splitlines()
 
 
@@ -107,7 +109,7 @@ def test_methods() -> None:
 
 
 def test_their_number() -> None:
-    assert f"\n- There are {len(METHODS)} methods:" in PAGE.read_text(encoding="utf-8")
+    assert f"\n- There are {len(METHODS)} methods:" in ENTRY.read_text(encoding="utf-8")
 
 
 def test_parameters() -> None:
