@@ -86,6 +86,12 @@ class UsageError(CkptError):
     exit_code = 2
 
 
+def not_installed(what: str, package: str | None, extra: str) -> UsageError:
+    """The error for ``what`` when it needs a package that only an extra of ckpttool brings along."""
+    hint = f"pip install 'ckpttool[{extra}]'"
+    return UsageError(f"{what} needs a package that is not installed: {package}", hint=hint)
+
+
 class CorruptError(CkptError):
     """A source file breaks its format, or two copies of one tensor differ."""
 

@@ -16,7 +16,7 @@ from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, not_installed
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.machines.each import machines
@@ -202,7 +202,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return read_tensor(catalog, tensor, _box(name, tensor.shape, part))
 
     def torch(self, name: str, part: Slices = ()) -> Tensor:
-        """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes."""
+        """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes.
+
+        Raises UsageError where torch is not installed, and what ``read`` raises.
+        """
+        _torch()  # before anything is read
         return _as_torch(name, self.read(name, part))
 
     @overload
@@ -219,10 +223,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             framework: ``np`` for numpy, ``pt`` for torch.
 
         Raises:
-            UsageError: a pattern matches nothing, or the framework is not known.
+            UsageError: a pattern matches nothing, or the framework is not known or not installed.
         """
         if framework not in ("np", "pt"):
             raise UsageError(f"framework `{framework}` is not known", hint="np or pt")
+        if framework == "pt":
+            _torch()
         patterns = several(patterns, "patterns")
         wanted = matching(patterns, list(self), option="pattern") if patterns else None
         names = sorted((n for n in self if wanted is None or n in wanted), key=self._place)
@@ -480,16 +486,24 @@ def open_(
 open_.__name__ = open_.__qualname__ = "open"  # what ``help(ckpttool.open)`` shows
 
 
-def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-    import torch
+def _torch() -> Any:
+    """The module. Raises UsageError where it is not installed."""
+    try:
+        import torch
+    except ModuleNotFoundError as e:
+        raise not_installed("a torch tensor", e.name, "torch") from None
+    return torch
 
+
+def _as_torch(name: str, data: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    torch = _torch()
     plain = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     kind = getattr(torch, data.dtype.name.removesuffix("_"), None)
     if kind is None:
         raise UsageError(f"torch has no dtype for `{name}` ({data.dtype.name})")
     if hasattr(np, data.dtype.name):
-        return torch.from_numpy(data)
-    return torch.from_numpy(data.view(plain[data.dtype.itemsize])).view(kind)
+        return cast("Tensor", torch.from_numpy(data))
+    return cast("Tensor", torch.from_numpy(data.view(plain[data.dtype.itemsize])).view(kind))
 
 
 def _box(name: str, shape: tuple[int, ...], part: Slices) -> Box:

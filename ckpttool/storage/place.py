@@ -20,7 +20,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, TypeVar, overload
 
 from ckpttool.encodings import Contents, Encoding
-from ckpttool.errors import CorruptError, IncompleteError, UsageError
+from ckpttool.errors import CorruptError, IncompleteError, UsageError, not_installed
 from ckpttool.storage.readahead import BLOCK, STRAIGHT, Windows, at_once
 
 
@@ -119,11 +119,7 @@ def _module(name: str, *, sent: bool = True) -> Callable[[str], Remote]:
         except ModuleNotFoundError as e:  # parse() imports, too: what one of several schemes needs
             if e.name is None or e.name.partition(".")[0] == "ckpttool":
                 raise
-            scheme = text.partition(":")[0]
-            raise UsageError(
-                f"{scheme}:// needs a package that is not installed: {e.name}",
-                hint="pip install 'ckpttool[remote]'",
-            ) from None
+            raise not_installed(f"{text.partition(':')[0]}://", e.name, "remote") from None
         return found
 
     return parse

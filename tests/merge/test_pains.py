@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ckpttool.ops.merge.config import merged_config
+from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Array, Tensors, read_all
 from tests.merge.models import HIDDEN, bf16, f32, finetuned, floats, llama, llama_config, merge, refused, save
 
@@ -335,6 +336,26 @@ def test_the_config_is_always_the_same_models(tmp_path: Path) -> None:
     options = ("--method", "task_arithmetic", "--weights", "0.5,0.5", "--base", tmp_path / "base")
     merge(tmp_path / "a", second, "-o", tmp_path / "based", *options)
     assert config_of(tmp_path / "based")["rms_norm_eps"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rng", "code"), [("float32", "mergekit", 2), ("float32", "counter", 0), ("bfloat16", "mergekit", 0)]
+)
+def test_torch_is_asked_for_before_anything_is_written(
+    dtype: str, rng: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only della with mergekit's draws in float32 sorts as torch does; without torch it does not begin."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    inputs = Path(__file__).parents[2] / "fixtures/merge/inputs"
+    model = f"models: [{{model: {inputs}/ft1, parameters: {{weight: 1, density: 0.5}}}}]"
+    text = f"{model}\nbase_model: {inputs}/base\nmerge_method: della\ndtype: {dtype}\n"
+    (tmp_path / "recipe.yml").write_text(text, encoding="utf-8")
+    done = ckpttool("merge", tmp_path / "recipe.yml", "-o", tmp_path / "out", "--seed", "1", "--rng", rng)
+    assert done.code == code, done.err
+    assert (tmp_path / "out").exists() == (code == 0)
+    if code:
+        assert "--method della with --rng mergekit needs a package that is not installed: torch" in done.err
+        assert "hint: pip install 'ckpttool[torch]'" in done.err
 
 
 # -- accidents

@@ -195,6 +195,18 @@ def test_tensors_one_after_the_other() -> None:
         next(source.tensors("nothing"))
 
 
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra: whoever asks for its tensors hears so before anything is read."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    source = ckpttool.open(LLAMA)
+    assert source.read("model.norm.weight").shape == (64,)
+    monkeypatch.setattr("ckpttool.api.checkpoint.read_tensor", None)
+    for ask in (lambda: source.torch("model.norm.weight"), lambda: source.tensors(framework="pt")):
+        with pytest.raises(UsageError, match="a torch tensor needs a package that is not installed: torch") as caught:
+            ask()
+        assert caught.value.hint == "pip install 'ckpttool[torch]'"
+
+
 PARTS: list[tuple[Any, Any]] = [
     ((), ...),
     (np.s_[3:7], slice(3, 7)),

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, not_installed
 from ckpttool.execute.destinations.base import Branch, Destination
 from ckpttool.execute.destinations.local import LocalBranch, LocalDestination
 from ckpttool.execute.options import RunOptions
@@ -68,8 +68,7 @@ def _module(scheme: str, name: str) -> Any:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "ckpttool":
             raise
-        hint = "pip install 'ckpttool[remote]'"
-        raise UsageError(f"{scheme}:// needs a package that is not installed: {e.name}", hint=hint) from None
+        raise not_installed(f"{scheme}://", e.name, "remote") from None
 
 
 def branch_for(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> Branch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, not_installed
 from ckpttool.execute.fleets.base import Fleet
 
 MODULES = {"ray": "ray"}
@@ -26,7 +26,6 @@ def fleet_for(text: str) -> Fleet:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "ckpttool":
             raise
-        hint = f"pip install 'ckpttool[{engine}]'"
-        raise UsageError(f"--on {engine} needs a package that is not installed: {e.name}", hint=hint) from None
+        raise not_installed(f"--on {engine}", e.name, engine) from None
     found: Fleet = module.fleet(address)
     return found

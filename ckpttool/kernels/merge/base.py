@@ -133,6 +133,8 @@ class Method:
     """Chunks hold whole rows of the last axis, however long."""
     random: bool = False
     """Draws random numbers, so that the seed matters."""
+    sorts_with_torch: bool = False
+    """Computing in float32 with draws that repeat mergekit's, it ranks rows as torch does, and so needs torch."""
     one_at_a_time: bool = False
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
     passes: Passes = lambda _whole, _models: 0

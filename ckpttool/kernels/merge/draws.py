@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
+from ckpttool.errors import not_installed
 from ckpttool.kernels.merge.base import Array
 from ckpttool.kernels.merge.cascade import CascadeSum
 
@@ -28,6 +30,12 @@ def rounded(values: float | Array, working: str) -> Any:
     """float32 values, rounded as mergekit's sparsification does: to BF16 when it works in that, else not at all."""
     wide = np.asarray(values, np.float32)
     return wide.astype(ml_dtypes.bfloat16).astype(np.float32) if working == "BF16" else wide
+
+
+def require_torch(method: str) -> None:
+    """Raise UsageError if torch, with which ``MergekitDraws.order`` sorts, is not installed. It is not imported."""
+    if find_spec("torch") is None:
+        raise not_installed(f"--method {method} with --rng mergekit", "torch", "torch")
 
 
 class CounterDraws:

@@ -429,6 +429,7 @@ def _method(
         base="needed",
         rows=more is _EPSILON,
         random=random,
+        sorts_with_torch=more is _EPSILON,
         passes=lambda whole, _: searches + int(whole["rescale"]) if stays else 0,
         one_at_a_time=not elect,
     )

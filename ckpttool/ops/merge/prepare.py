@@ -21,6 +21,7 @@ from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.parts import Part, Parts, parts_of
 from ckpttool.formats.registry import is_multi_part, reader
 from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.draws import require_torch
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import pick_family
@@ -412,14 +413,20 @@ def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
 
 
 def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness | None:
-    """Where the draws come from. All tensors of the merge count, also those that are not written."""
+    """Where the draws come from. All tensors of the merge count, also those that are not written.
+
+    Raises UsageError where they need torch, which is not installed: here, before anything is written.
+    """
     if not METHODS[recipe.method].random:
         return None
     order = []
     for c in builder.computed:
         if METHODS[c.method].random:
             draws = drawing(c.method, [dict(p) for p in c.parameters])
-            order.append((c.name, prod(c.shape), tuple(draws), recipe.dtype or builder.common[c.name]))
+            working = recipe.dtype or builder.common[c.name]
+            order.append((c.name, prod(c.shape), tuple(draws), working))
+            if METHODS[c.method].sorts_with_torch and working == "F32" and choices.rng == "mergekit" and any(draws):
+                require_torch(c.method)
     return Randomness(choices.rng, choices.seed, tuple(order))
 
 
