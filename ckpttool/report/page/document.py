@@ -1,0 +1,191 @@
+"""What a report holds: the document that `render` makes a page of, and that `--json` prints.
+
+A document is plain data. Who makes one says what is to be seen, never how: a section has a kind, and the page has one
+function for each kind. Every text may hold anything, because names of tensors and files do: the page shows it as text.
+Texts are one line unless it says otherwise. A number may be None (unknown), NaN or infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NotRequired, TypedDict
+
+SCHEMA = "ckpttool.report/1"
+
+Number = int | float | None
+Cell = str | int | float | bool | None
+Kind = Literal["text", "code", "shape", "bytes", "count", "number", "share"]
+"""How a value is shown: plain text; a name (monospaced); a list of sizes as `2 x 3`; bytes as `1.20 GB`; a whole number
+with separators; a number of any size with a few significant digits; a share of 1 as a percentage."""
+
+
+class Column(TypedDict):
+    """One property of all tensors."""
+
+    id: str
+    """Of lowercase letters, digits and `_`, once in a document. Some have a meaning, if they are there: `component`,
+    `dtype`, `shape`, `bytes` (the treemap draws these), `min` and `max` (ends of the histograms), `file`."""
+    title: str
+    kind: Kind
+    values: Sequence[str | int | float | Sequence[int] | None]
+    """One for each tensor, None where there is none: texts for `text` and `code`, sequences for `shape`, whole numbers
+    below 2^53 for `bytes` and `count`, else numbers. Of `number` and `share` the page keeps six significant digits,
+    four when there are more than 20,000 tensors."""
+    hidden: NotRequired[bool]
+    """Shown in the details of a tensor, and in the table only if the reader chooses it."""
+    help: NotRequired[str]
+    """A sentence that explains the column."""
+
+
+class Tensors(TypedDict):
+    """All tensors, as columns."""
+
+    names: Sequence[str]
+    """As people know them, in the order to show; each once."""
+    parameters: NotRequired[Sequence[str]]
+    """The parameter that each belongs to, where that is not its name (`optimizer/lm_head.weight/moment1_0`); layers and
+    modules are read from it."""
+    columns: Sequence[Column]
+    histograms: NotRequired[Sequence[Sequence[int] | None]]
+    """Counts of finite elements in bins of equal width between the columns `min` and `max`; the same number of bins for
+    all, None or () for a tensor without. The page keeps their heights in steps of 1/15 of the
+    highest, or of 1/7 when there are more than 20,000 tensors."""
+
+
+class _Section(TypedDict):
+    id: str
+    """Of lowercase letters, digits and `-`, once in a document: the address of the section is `#id`."""
+    title: str
+    text: NotRequired[str]
+    """A paragraph or, with blank lines between, several that explain what is shown."""
+
+
+class Treemap(_Section):
+    """Sizes as areas, of the columns `bytes`, `dtype`, `component` and of the names. Needs `tensors`."""
+
+    kind: Literal["treemap"]
+
+
+class TensorTable(_Section):
+    """The table of tensors. Needs `tensors`; once in a document."""
+
+    kind: Literal["tensors"]
+
+
+class Picture(TypedDict):
+    """A picture made by Python."""
+
+    title: str
+    caption: str
+    """What can be seen, for those who cannot see it, too."""
+    svg: str
+    """An SVG document of shapes and text with presentation attributes: neither `style` nor `<style>`, scripts, links,
+    images or foreign objects, which `render` refuses. Colours are `var(--ck-NAME, #fallback)`; see page.css."""
+
+
+class Figures(_Section):
+    """Pictures."""
+
+    kind: Literal["figures"]
+    figures: Sequence[Picture]
+
+
+class Series(TypedDict):
+    """One line."""
+
+    name: str
+    values: Sequence[Number]
+    """As many as there are x; None is a gap."""
+
+
+class Lines(_Section):
+    """A line chart."""
+
+    kind: Literal["lines"]
+    x: Sequence[int | float | str]
+    x_label: str
+    y_label: str
+    log: NotRequired[bool]
+    """A logarithmic y axis; values that are not positive are left out of the drawing."""
+    series: Sequence[Series]
+
+
+class Heatmap(_Section):
+    """Numbers as colours."""
+
+    kind: Literal["heatmap"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    row_label: NotRequired[str]
+    column_label: NotRequired[str]
+    values: Sequence[Sequence[Number]]
+    """By row; None is an empty cell."""
+    unit: str
+    """What the numbers are: `relative change`."""
+    log: NotRequired[bool]
+    value_kind: NotRequired[Kind]
+    """How numbers are shown; `number` if it is not given."""
+
+
+class Bars(_Section):
+    """One bar for each label, from zero."""
+
+    kind: Literal["bars"]
+    labels: Sequence[str]
+    values: Sequence[Number]
+    unit: str
+    log: NotRequired[bool]
+    value_kind: NotRequired[Kind]
+
+
+class TableColumn(TypedDict):
+    """One column of a small table."""
+
+    title: str
+    align: NotRequired[Literal["left", "right"]]
+    """Numbers are to the right if it is not given."""
+    kind: NotRequired[Kind]
+    """`text` if it is not given."""
+
+
+class Table(_Section):
+    """A small table: all of its rows are in the page. It is folded behind its first 50 rows."""
+
+    kind: Literal["table"]
+    columns: Sequence[TableColumn]
+    rows: Sequence[Sequence[Cell]]
+
+
+class Found(TypedDict):
+    """One finding of a check."""
+
+    id: str
+    severity: Literal["error", "warning", "note"]
+    text: str
+    where: NotRequired[str | None]
+    hint: NotRequired[str | None]
+
+
+class Findings(_Section):
+    """What a check found."""
+
+    kind: Literal["findings"]
+    findings: Sequence[Found]
+    checked: Mapping[str, Cell]
+    """What was looked at, and how many of it: `{"files": 3, "tensors": 291}`."""
+
+
+Section = Treemap | TensorTable | Figures | Lines | Heatmap | Bars | Table | Findings
+
+
+class Document(TypedDict):
+    """A report."""
+
+    schema: Literal["ckpttool.report/1"]
+    title: str
+    subtitle: str
+    facts: Sequence[Sequence[str]]
+    """(label, text), shown as tiles above the sections: the most important ones first, texts of a few words."""
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    tensors: NotRequired[Tensors]
