@@ -64,6 +64,8 @@ CACHES = ("bf16", "fp8", "fp8_ds_mla")
 GROUPINGS = ("class", "dtype", "module", "tensor")
 UNITS = ("GB", "GiB", "B")
 ORDERS = ("name", "size", "offset", "file")
+FINDINGS = ("sarif", "junit", "gitlab", "github")
+"""What --findings writes."""
 GPUS = (
     *("t4", "v100-16gb", "v100-32gb", "a10", "a10g", "l4", "rtx3090", "rtx4090", "rtx5090", "a100-40gb", "l40s"),
     *("a6000", "rtx6000ada", "rtxpro6000", "a100", "h100", "h100-nvl", "h20", "h200", "b200", "gb200"),

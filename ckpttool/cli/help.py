@@ -20,7 +20,7 @@ _FIRST = {
 """The options that most people use, by the names of their parameters."""
 
 _GROUPS = (
-    ("What to show", "files ranks svg stats histogram digest total show metadata sort depth"),
+    ("What to show", "files ranks svg stats histogram digest total show metadata findings sort depth"),
     ("Comparison", "atol rtol"),
     ("How to merge", "list_methods seed rng missing vocab allow_nonfinite card"),
     ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),

@@ -10,6 +10,7 @@ import typer
 
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.errors import UsageError
 from ckpttool.words import one_of
 
 
@@ -42,6 +43,15 @@ class Views:
     check: Annotated[
         bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
     ] = False
+    findings: Annotated[
+        list[str] | None,
+        value(
+            "--findings",
+            "KIND[=FILE]",
+            "With --check: write the findings as sarif, junit, gitlab (Code Quality) or github (annotations).",
+            choices.FINDINGS,
+        ),
+    ] = None
     diff: Annotated[str | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None
     values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False
     atol: Annotated[
@@ -73,15 +83,20 @@ def inspect(
     from ckpttool.ops.inspect.answer import inspect as look
     from ckpttool.ops.inspect.listing import Choice
     from ckpttool.report import inspect as report
+    from ckpttool.report.findings import parsed
 
     opened = source.open_options()
+    files = parsed(view.findings or ())
+    if files and shown.json and any(file is None for _, file in files):
+        raise UsageError("--json and --findings both write to stdout", hint="name a file: --findings KIND=FILE")
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = bytes_of(min_size, "--min-size") or 0
     choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
-    asked = {name.rstrip("_"): said for name, said in vars(view).items()} | {"show": tuple(view.show or ())}
+    asked = {name.rstrip("_"): said for name, said in vars(view).items() if name != "findings"}
+    asked |= {"show": tuple(view.show or ()), "findings": bool(files)}
     question = InspectRequest(choice, **asked, on=on)
     answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
-    report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet)
+    report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
     if not answer.ok:
         raise typer.Exit(3)

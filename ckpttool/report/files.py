@@ -16,11 +16,11 @@ def save(path: Path, content: str, what: str) -> None:
     """
     try:
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.write_text(content, encoding="utf-8")
+            path.write_text(content, encoding="utf-8", errors="backslashreplace")
             return
         making = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
         try:
-            with making.open("x", encoding="utf-8") as f:
+            with making.open("x", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(content)
             making.replace(path)
         except BaseException:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
+from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, dump, pick, shape, size
 from ckpttool.storage.place import resolved
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.findings import CheckResult, Finding, Import, ImportsResult
+    from ckpttool.findings import CheckResult, Import, ImportsResult
     from ckpttool.ops.inspect.answer import Suggested, TensorStats, Totalled, View
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -35,9 +34,13 @@ BAR = 50
 
 
 def show_inspect(
-    answer: View | ImportsResult | CheckResult | DiffResult, *, as_json: bool, quiet: bool = False
+    answer: View | ImportsResult | CheckResult | DiffResult,
+    *,
+    as_json: bool,
+    quiet: bool = False,
+    findings: Sequence[tuple[str, Path | None]] = (),
 ) -> None:
-    """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out."""
+    """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out, ``findings`` are other forms of a check's."""
     from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.answer import (
         LayoutView,
@@ -74,7 +77,8 @@ def show_inspect(
     elif isinstance(answer, ImportsResult):
         show_imports(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, CheckResult):
-        show_check(answer, as_json=as_json, quiet=quiet)
+        if not write_findings(answer, findings):
+            show_check(answer, as_json=as_json, quiet=quiet)
     elif not isinstance(answer, View):
         show_diff(answer, as_json=as_json, quiet=quiet)
 
@@ -483,21 +487,6 @@ def _nested(value: Any) -> Any:
     return _plain_number(value)
 
 
-_BYTES = re.compile(r" \[bytes [^;]*")
-"""Where a tensor lies in a file."""
-
-
-def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """The first of each kind in each file, and how many more there are; JSON has them all."""
-    first: dict[tuple[str, str], Finding] = {}
-    more: Counter[tuple[str, str]] = Counter()
-    for f in findings:
-        key = (f.id, _BYTES.sub("", f.where))
-        first.setdefault(key, f)
-        more[key] += 1
-    return [(f, more[key] - 1) for key, f in first.items()]
-
-
 def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> None:
     """Every finding and, unless ``quiet``, what was checked."""
     if as_json:
@@ -505,7 +494,7 @@ def show_check(result: CheckResult, *, as_json: bool, quiet: bool = False) -> No
         said = {"schema": SCHEMA, "view": "check", "path": str(result.path), **pick(result, "format? ok checked")}
         dump(said | found, entries=len(result.findings))
         return
-    for f, more in _folded(result.findings):
+    for f, more in folded(result.findings):
         text.write(f"{f.severity}: {plain(f.text)} [{f.id}]" + (f" and {more:,} more like it" if more else "") + "\n")
         if f.where:
             text.write(f"  --> {plain(f.where)}\n")

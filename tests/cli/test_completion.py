@@ -97,6 +97,7 @@ OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
     ("inspect", "--only"): choices.COMPONENTS,
     ("reshard", "--dtype"): choices.CASTS,
     ("inspect", "--dtype"): choices.DTYPES,
+    ("inspect", "--findings"): choices.FINDINGS,
     ("reshard", "--requant"): choices.RECIPES,
     ("fp8-cast", "--recipe"): choices.RECIPES,
     ("fp8-size", "--recipe"): choices.SIZED,

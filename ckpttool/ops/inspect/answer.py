@@ -46,6 +46,8 @@ class InspectRequest:
     imports: bool = False
     suggest_family: bool = False
     check: bool = False
+    findings: bool = False
+    """With ``check``: they are written in other forms, too."""
     diff: AnyPlace | None = None
     values: bool = False
     """With ``diff`` and ``check``."""
@@ -254,6 +256,8 @@ def _sensible(question: InspectRequest) -> None:
         raise UsageError("--total is of everything; filters do not apply", hint="--only chooses components")
     if question.values and not (question.check or question.diff):
         raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
+    if question.findings and not question.check:
+        raise UsageError("--findings belongs to --check")
     if (question.atol is not None or question.rtol is not None) and question.diff is None:
         raise UsageError("--atol and --rtol belong to --diff")
     compares = question.diff is not None and (question.values or question.atol is not None or question.rtol is not None)

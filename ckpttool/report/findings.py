@@ -1,0 +1,235 @@
+"""Findings in the forms that other software shows: SARIF, JUnit, GitLab's Code Quality and GitHub's annotations.
+
+A kind is a function from a CheckResult to text, and a row in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+from xml.sax.saxutils import escape, quoteattr
+
+from ckpttool.errors import UsageError, plain
+from ckpttool.findings import ERROR, INFO, WARNING
+from ckpttool.report.files import save
+from ckpttool.report.text import write
+from ckpttool.version import __version__
+from ckpttool.words import count, one_of
+
+if TYPE_CHECKING:
+    from ckpttool.findings import CheckResult, Finding
+
+_BYTES = re.compile(r" \[bytes [^;]*")
+"""Where a tensor lies in a file."""
+
+
+def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    """The first of each kind in each file, and how many more there are; JSON has them all."""
+    first: dict[tuple[str, str], Finding] = {}
+    more: Counter[tuple[str, str]] = Counter()
+    for f in findings:
+        key = (f.id, _BYTES.sub("", f.where))
+        first.setdefault(key, f)
+        more[key] += 1
+    return [(f, more[key] - 1) for key, f in first.items()]
+
+
+def _message(finding: Finding, more: int) -> str:
+    text = plain(finding.text) + (f", and {more:,} more like it" if more else "")
+    return f"{text} (hint: {plain(finding.hint)})" if finding.hint else text
+
+
+def _file(finding: Finding, result: CheckResult) -> str:
+    """The file or directory of a finding, below the current directory where it lies there; "/" between names.
+
+    Both GitHub and GitLab want paths below the repository, in which a pipeline runs its commands.
+    """
+    where = _BYTES.sub("", finding.where.split("; ")[0]) or str(result.path)
+    if "://" in where:
+        return where
+    path = os.path.abspath(where)  # noqa: PTH100 - a link in the repository is the file that people know
+    here = os.path.abspath(".")  # noqa: PTH100
+    return os.path.relpath(path, here) if os.path.commonpath([path, here]) == here else path
+
+
+def _uri(finding: Finding, result: CheckResult) -> str:
+    file = _file(finding, result)
+    if "://" in file:
+        return quote(file, safe=":/@%?=&", errors="surrogatepass")
+    return ("file://" if file.startswith("/") else "") + quote(file, errors="surrogatepass")
+
+
+def _fingerprint(finding: Finding, result: CheckResult) -> str:
+    """The same for the same problem in the next run, so that it is shown as known."""
+    said = "\0".join([finding.id, finding.text, _file(finding, result)])
+    return sha256(said.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def sarif(result: CheckResult) -> str:
+    """SARIF 2.1.0 (OASIS), with what GitHub's code scanning asks for beside it: a line and a fingerprint.
+
+    A checkpoint has no lines, so each result is at line 1 of its file.
+    """
+    found = folded(result.findings)
+    rules = list(dict.fromkeys(f.id for f, _ in found))
+    levels = {ERROR: "error", WARNING: "warning", INFO: "note"}
+    results = [
+        {
+            "ruleId": f.id,
+            "ruleIndex": rules.index(f.id),
+            "level": levels[f.severity],
+            "message": {"text": _message(f, more)},
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": _uri(f, result)},
+                        "region": {"startLine": 1},
+                    }
+                }
+            ],
+            "partialFingerprints": {"primaryLocationLineHash": _fingerprint(f, result)},
+        }
+        for f, more in found
+    ]
+    severity = {f.id: f.severity for f, _ in found}
+    driver = {
+        "name": "ckpttool",
+        "semanticVersion": __version__,
+        "rules": [
+            {
+                "id": id_,
+                "shortDescription": {"text": id_.replace("-", " ")},
+                "defaultConfiguration": {"level": levels[severity[id_]]},
+            }
+            for id_ in rules
+        ],
+    }
+    document = {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "invocations": [{"executionSuccessful": True}],
+                "results": results,
+            }
+        ],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def junit(result: CheckResult) -> str:
+    """JUnit's XML as Jenkins, GitLab and GitHub's actions read it: a failed test for each error.
+
+    A warning passes, and says what it is in its output; what was checked is a passed test for each noun.
+    """
+    found = folded(result.findings)
+    suite = quoteattr(_xml(f"ckpttool inspect --check {result.path}"))
+    cases = []
+    for noun, number in result.checked.items():
+        cases.append(f'    <testcase classname={suite} name="{escape(count(number, noun, f"{noun}s"))} checked"/>')
+    for f, more in found:
+        file = _xml(_file(f, result))
+        name = quoteattr(f"{f.id}: {file}")
+        said = _xml(_message(f, more))
+        if f.severity == ERROR:
+            inside = f"<failure type={quoteattr(f.id)} message={quoteattr(said)}>{escape(said)}</failure>"
+        else:
+            inside = f"<system-out>{escape(f'{f.severity}: {said}')}</system-out>"
+        cases.append(f"    <testcase classname={suite} name={name} file={quoteattr(file)}>{inside}</testcase>")
+    failures = sum(f.severity == ERROR for f, _ in found)
+    counts = f'tests="{len(cases)}" failures="{failures}" errors="0"'
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<testsuites name="ckpttool" {counts}>',
+        f"  <testsuite name={suite} {counts}>",
+        *cases,
+        "  </testsuite>",
+        "</testsuites>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _xml(text: str) -> str:
+    """Without what XML 1.0 cannot hold, in any form."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def gitlab(result: CheckResult) -> str:
+    """GitLab's Code Quality report, which merge requests show: https://docs.gitlab.com/ci/testing/code_quality."""
+    severity = {ERROR: "critical", WARNING: "minor", INFO: "info"}
+    entries = [
+        {
+            "description": _message(f, more),
+            "check_name": f"ckpttool/{f.id}",
+            "fingerprint": _fingerprint(f, result),
+            "severity": severity[f.severity],
+            "location": {"path": plain(_file(f, result)), "lines": {"begin": 1}},
+        }
+        for f, more in folded(result.findings)
+    ]
+    return json.dumps(entries, indent=2) + "\n"
+
+
+def github(result: CheckResult) -> str:
+    """Workflow commands, which become annotations of a pull request where a step prints them.
+
+    https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
+    """
+    levels = {ERROR: "error", WARNING: "warning", INFO: "notice"}
+    lines = []
+    for f, more in folded(result.findings):
+        properties = {"file": _file(f, result), "title": f"ckpttool {f.id}"}
+        said = ",".join(f"{key}={_property(text)}" for key, text in properties.items())
+        lines.append(f"::{levels[f.severity]} {said}::{_data(_message(f, more))}\n")
+    return "".join(lines)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(plain(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+KINDS: dict[str, Callable[[CheckResult], str]] = {
+    "sarif": sarif,
+    "junit": junit,
+    "gitlab": gitlab,
+    "github": github,
+}
+
+
+def parsed(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
+    """(kind, file or None for stdout) of each ``KIND[=FILE]``. Raises UsageError."""
+    out: list[tuple[str, Path | None]] = []
+    for text in asked:
+        kind, given, file = text.partition("=")
+        if not kind:
+            raise UsageError(f"--findings `{text}` names no kind", hint=f"one of {', '.join(KINDS)}")
+        one_of(kind, "--findings", *KINDS)
+        if given and not file:
+            raise UsageError(f"--findings {text} names no file", hint=f"--findings {kind}=FILE, or {kind} for stdout")
+        out.append((kind, Path(file) if file not in ("", "-") else None))
+    if sum(file is None for _, file in out) > 1:
+        raise UsageError("--findings: stdout takes one of them", hint=f"name a file: --findings {out[0][0]}=FILE")
+    return out
+
+
+def write_findings(result: CheckResult, asked: Sequence[tuple[str, Path | None]]) -> bool:
+    """Write each of them. Returns whether one of them went to stdout."""
+    for kind, file in asked:
+        text = KINDS[kind](result)
+        if file is None:
+            write(text)
+        else:
+            save(file, text, "the findings")
+    return any(file is None for _, file in asked)
