@@ -1,6 +1,6 @@
 """What checks find: identifiers, how bad each is, and the answer that collects them.
 
-The identifiers are stable: scripts may rely on them. docs/inspect.md explains those of checkpoints,
+The identifiers are stable: scripts may rely on them. docs/inspect/check.md explains those of checkpoints,
 docs/convert-json.md those of Paddle programs.
 """
 
