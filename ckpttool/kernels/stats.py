@@ -343,6 +343,25 @@ class Distance:
                 gap: Array = x - y
                 self._gap += float(np.vdot(gap, gap).real)
 
+    def add_right(self, right: Array) -> None:
+        """Count two blocks in that are equal."""
+        kind = np.complex128 if right.dtype.kind == "c" else np.float64
+        flat = right.reshape(-1)
+        for at in range(0, flat.size, _SLICE):
+            with np.errstate(all="ignore"):
+                y = flat[at : at + _SLICE].astype(kind)
+                self._right += float(np.vdot(y, y).real)
+
+    @property
+    def gap2(self) -> float:
+        """Square of the norm of the difference."""
+        return self._gap
+
+    @property
+    def norm2(self) -> float:
+        """Square of the norm of the right side."""
+        return self._right
+
     @property
     def relative(self) -> float:
         """Norm of the difference by the norm of the right side; NaN where an element is not a number."""

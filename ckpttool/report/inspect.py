@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
+from ckpttool.report.drift import drift_json, show_drift
 from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, dump, pick, shape, size
@@ -546,8 +547,10 @@ def show_suggestion(answer: Suggested, *, as_json: bool, quiet: bool = False) ->
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:
     """Every difference, on a terminal those of all layers on one line; then the verdict, that alone when ``quiet``."""
+    drift = result.drift
     if as_json:
-        dump(_diff_json(result), entries=len(result.only_left) + len(result.only_right) + len(result.elements))
+        said = _diff_json(result) | ({"drift": drift_json(drift)} if result.values else {})
+        dump(said, entries=len(result.only_left) + len(result.only_right) + len(result.elements))
         return
     kinds = [("only in SRC", name, "") for name in result.only_left]
     kinds += [("only in OTHER", name, "") for name in result.only_right]
@@ -555,6 +558,8 @@ def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None
     kinds += [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
     if text.on_terminal() and not quiet:
         _folded_table(kinds, result.elements)
+        if drift is not None:
+            show_drift(drift)
     elif (kinds or result.elements) and not quiet:
         rows = [(k, plain(n), w, "", "") for k, n, w in kinds]
         for d in result.elements:

@@ -12,6 +12,7 @@
     values_check.py   ... and what only the elements can show
     code.py           ... and which files beside the weights can run code
     diff.py           two checkpoints, whatever their sharding and dialect
+    drift.py          ... and how far they are apart, by layer and by module
     total.py          one digest of everything
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import isnan, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.catalog import Catalog, Key, in_order
 from ckpttool.checkpoint import Checkpoint, refuse_empty
@@ -26,6 +26,7 @@ from ckpttool.formats.base import OpenOptions
 from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.statements import inverse
+from ckpttool.ops.inspect.drift import Apart, Drift, drift, layer_of, place
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
 from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
@@ -61,6 +62,19 @@ class Changed(Difference):
     """Norm of the difference by the norm of the right side; None for elements smaller than a byte."""
     cosine: float | None = None
     """Of the angle between both sides; None where one is all zeros, and for elements smaller than a byte."""
+    gap2: float | None = None
+    """Square of the norm of the difference; None for elements smaller than a byte."""
+    norm2: float | None = None
+    """Square of the norm of the right side; None for elements smaller than a byte."""
+
+
+class Squares(NamedTuple):
+    """Squared norms of a tensor's two sides."""
+
+    gap2: float
+    """Of the difference; within a tolerance it may be more than 0."""
+    norm2: float
+    """Of the right side."""
 
 
 @dataclass(slots=True)
@@ -89,6 +103,8 @@ class DiffResult:
     components_left: list[str] = field(default_factory=list)
     """Components that only the left side has; they are not compared."""
     components_right: list[str] = field(default_factory=list)
+    unchanged: dict[str, Squares] = field(default_factory=dict)
+    """Of tensors that are equal, in layers and modules where others are not: how large they are (see ``drift``)."""
 
     def __repr__(self) -> str:
         """``<DiffResult llama_tp8, llama_tp2: different, 39 tensors compared, 1 changed, 2 only left>``."""
@@ -97,6 +113,20 @@ class DiffResult:
         verdict = "equal" if self.ok else "different"
         said = [verdict, f"{self.compared:,} tensor{'' if self.compared == 1 else 's'} compared", *more]
         return f"<DiffResult {self.left.path}, {self.right.path}: {', '.join(said)}>"
+
+    @property
+    def drifting(self) -> str:
+        """The component whose drift is told: the first that was compared, which is the model where both have one."""
+        return next(iter(self.by_component), "model")
+
+    @property
+    def drift(self) -> Drift | None:
+        """How far both are apart by layer and by module; None where no element is known to differ."""
+        if not self.elements:
+            return None
+        apart = [Apart(d.name, d.gap2, d.norm2, changed=True) for d in self.elements]
+        apart += [Apart(name, *squares, changed=False) for name, squares in self.unchanged.items()]
+        return drift(self.drifting, apart)
 
     @property
     def changed(self) -> int:
@@ -165,6 +195,7 @@ def diff(
                 both.append((x, y))
     if values:
         _compare(result, both, progress, fleet)
+        _measure_unchanged(result, both, fleet)
     return result
 
 
@@ -350,6 +381,61 @@ def _compare(result: DiffResult, pairs: list[_Pair], progress: Progress, fleet: 
     progress.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """See ``Work``: the norms of two tensors whose elements were found to be equal."""
+
+    left: SentFiles
+    right: SentFiles
+    alike: bool
+    """They are the same in every bit, so that one side says it all."""
+
+    @property
+    def files(self) -> Iterator[DataFile]:
+        yield from self.left
+        yield from self.right
+
+    def reads(self, pair: _Pair) -> Reads:
+        two = view_reads(catalog_of(self.right), pair[1])
+        if self.alike:
+            return two
+        one = view_reads(catalog_of(self.left), pair[0])
+        return Reads([*one.ranges, *two.ranges], one.again or two.again)
+
+    def do(self, pair: _Pair) -> Squares:
+        x, y = pair
+        distance = Distance()
+        for box in blocks(y.shape, max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK):
+            b = read_view(catalog_of(self.right), y, box)
+            if self.alike:
+                distance.add_right(b)
+            else:
+                distance.add(read_view(catalog_of(self.left), x, box), b)
+        return Squares(distance.gap2, distance.norm2)
+
+
+def _measure_unchanged(result: DiffResult, pairs: list[_Pair], fleet: Fleet | None) -> None:
+    """Read equal tensors once more where the drift of their layer or module needs to know how large they are.
+
+    Only there: two checkpoints that are equal are read once.
+    """
+    if not result.elements:
+        return
+    changed = {d.name for d in result.elements}
+    where = [at for name in changed if (at := place(name, result.drifting))]
+    layers, modules = {layer_of(at) for at in where}, {at.module for at in where}
+
+    def is_needed(x: DerivedTensor) -> bool:
+        at = None if x.name in changed or not prod(x.shape) else place(x.name, result.drifting)
+        return at is not None and (layer_of(at) in layers or at.module in modules) and not lookup(x.dtype).bits % 8
+
+    wanted = [(x, y) for x, y in pairs if is_needed(x)]
+    left, right = SentFiles(result.left.catalog.files), SentFiles(result.right.catalog.files)
+    work = _Measuring(left, right, result.tolerance is None)
+    measured = each(work, wanted, lambda pair: pair[1].nbytes, fleet)
+    result.unchanged = {x.name: squares for (x, _), squares in zip(wanted, measured, strict=True)}
+
+
 def _size(changed: Changed) -> float:
     """What is not a number, or not known, comes before every number."""
     return float("inf") if changed.relative is None or isnan(changed.relative) else changed.relative
@@ -386,7 +472,8 @@ def _compare_one(
         return None
     for box in equal:
         distance.add(*both(box))
-    return Changed(x.name, wrong, prod(x.shape), first, largest, distance.relative, distance.cosine)
+    far = distance.relative, distance.cosine, distance.gap2, distance.norm2
+    return Changed(x.name, wrong, prod(x.shape), first, largest, *far)
 
 
 def _compare_packed(left: Catalog, right: Catalog, x: DerivedTensor, y: DerivedTensor) -> Changed | None:

@@ -1,0 +1,63 @@
+"""Small bars in tables: a share as a bar, a few numbers as a row of columns.
+
+Eighths of a block, where the encoding of stdout and the terminal have them; elsewhere signs of ASCII.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+_ACROSS = "▏▎▍▌▋▊▉█"
+_UP = "▁▂▃▄▅▆▇█"
+_UP_ASCII = "._-=+*#@"
+_FEW_GLYPHS = ("dumb", "unknown", "linux", "vt100", "vt102", "vt220", "ansi", "cons25")
+"""What TERM says of terminals whose fonts have no eighths."""
+
+
+def has_blocks() -> bool:
+    """Whether stdout can show eighths of a block."""
+    if os.environ.get("TERM", "") in _FEW_GLYPHS:
+        return False
+    try:
+        (_ACROSS + _UP).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def bar(share: float | None, columns: int) -> str:
+    """A bar of up to so many columns for a share of 0 to 1; whatever is more than nothing can be seen. "" for what is
+    not a number."""
+    if share is None or math.isnan(share) or share <= 0:
+        return ""
+    share = min(share, 1.0)
+    if not has_blocks():
+        return "#" * max(1, round(share * columns))
+    whole, rest = divmod(max(1, round(share * columns * 8)), 8)
+    return _ACROSS[-1] * whole + (_ACROSS[rest - 1] if rest else "")
+
+
+def spark(values: Sequence[float | None], columns: int) -> str:
+    """A column for each value, from the smallest (lowest) to the largest; for several neighbours together the largest,
+    where there are more values than ``columns``. What is not a number is a question mark."""
+    if not values:
+        return ""
+    steps = _UP if has_blocks() else _UP_ASCII
+    n = min(len(values), columns)
+    groups = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
+    tops = [
+        None if any(v is None or not math.isfinite(v) for v in g) else max(v for v in g if v is not None)
+        for g in groups
+    ]
+    known = [t for t in tops if t is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    # What is nearly equal shall look equal: noise of a percent is no mountain.
+    scale = max(high - low, 0.05 * abs(high))
+    middle = (low + high - scale) / 2
+    return "".join(
+        "?" if t is None else steps[min(len(steps) - 1, int((t - middle) / scale * len(steps))) if scale else 0]
+        for t in tops
+    )
