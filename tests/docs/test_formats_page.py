@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md say what the formats' capabilities are."""
+"""The tables of docs/formats/ say what the formats' capabilities are."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ckpttool.formats.base import Writer
 from ckpttool.formats.megatron.models import KINDS
 from ckpttool.formats.registry import WRITERS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+FORMATS = Path(__file__).parents[2] / "docs" / "formats"
 NAMINGS = {"": "that of SRC", "paddle": "Paddle's"}
 
 
 def differences() -> dict[str, dict[str, str]]:
-    """The cells of "How formats differ", by format and row."""
+    """The cells of the tables that compare formats, by format and row."""
     table: dict[str, dict[str, str]] = {}
     columns: list[str] = []
-    for line in PAGE.partition("## How formats differ")[2].partition("\n## ")[0].splitlines():
+    for line in (FORMATS / "compare.md").read_text(encoding="utf-8").splitlines():
         first, *cells = [c.strip() for c in line.strip("|").split("|")]
         if line.startswith("|") and not first:
             columns = [c.strip("`") for c in cells]
@@ -62,6 +62,7 @@ def test_the_tables_say_what_the_formats_can_hold() -> None:
 
 
 def test_every_kind_of_model_of_megatron_is_listed() -> None:
-    rows = PAGE.partition("### Models of Megatron")[2].partition("\n### ")[0].splitlines()
+    page = (FORMATS / "megatron-models.md").read_text(encoding="utf-8")
+    rows = page.partition("## Models of Megatron")[2].partition("\n## ")[0].splitlines()
     listed = [name.strip(" `") for row in rows if row.startswith("| `") for name in row.split("|")[1].split(",")]
     assert sorted(listed) == sorted(["model_type", *(k.model_type for k in KINDS)])

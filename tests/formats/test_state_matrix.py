@@ -300,8 +300,8 @@ def as_float32(raw: Raw) -> Raw:
 
 
 def table_of_the_docs() -> dict[str, dict[str, str]]:
-    """The table of docs/formats.md: what each format holds beside weights, by format and column."""
-    text = (FIXTURES.parent / "docs/formats.md").read_text().partition("## Who holds what\n")[2]
+    """The table of docs/formats/contents.md: what each format holds beside weights, by format and column."""
+    text = (FIXTURES.parent / "docs/formats/contents.md").read_text().partition("## Who holds what\n")[2]
     head, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|"))
     found: dict[str, dict[str, str]] = {}
     for first, *cells in rows:

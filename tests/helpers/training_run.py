@@ -68,7 +68,7 @@ def save_run(
     family: str = "llama",
     **training: Any,
 ) -> Path:
-    """Write it as ``ranks`` do, with the record of docs/formats.md."""
+    """Write it as ``ranks`` do, with the record of docs/formats/ranks.md."""
     kinds = {np.dtype(v): k for k, v in NAMES.items()}
     record: dict[str, Any] = {
         "version": 2, "rank": 0, "mesh": {"tp": 1, "pp": 1, "ep": 1, "etp": 1}, "family": family, "naming": "hf",
