@@ -1,7 +1,7 @@
 """Write the tables of docs/ that follow from the code: python scripts/make_reference.py
 
     docs/reference.md   every command, argument and option, from the command line itself
-    docs/layouts.md     the built-in families, from their files; those as transformers cuts
+    docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
 tests/docs/test_reference.py fails when a page is not up to date.
@@ -116,8 +116,8 @@ def generated() -> str:
 
 TABLES = {
     "commands": ("docs/reference.md", commands),
-    "families": ("docs/layouts.md", families),
-    "generated families": ("docs/layouts.md", generated),
+    "families": ("docs/layouts/families.md", families),
+    "generated families": ("docs/layouts/two-ways.md", generated),
 }
 
 

@@ -2,7 +2,7 @@
 
 A family file says, in names as its Hugging Face checkpoints have them, which rule each tensor has (``first``,
 ``layers`` and ``last`` say on which pipeline stage it lives), which config fields its sizes come from, which tensors
-can be fused (``fusions``), and how other software names the same model (``namings``). docs/layouts.md explains each
+can be fused (``fusions``), and how other software names the same model (``namings``). docs/layouts/ explains each
 key with an example.
 """
 

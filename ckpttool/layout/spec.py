@@ -1,4 +1,4 @@
-"""What may stand in a family file: its keys, and the types of their values. docs/layouts.md explains each."""
+"""What may stand in a family file: its keys, and the types of their values. docs/layouts/ explains each."""
 
 from __future__ import annotations
 

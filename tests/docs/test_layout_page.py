@@ -1,4 +1,4 @@
-"""docs/layouts.md explains every key and verb of a family file, and no other."""
+"""docs/layouts.md and the pages below it explain every key and verb of a family file, and no other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from ckpttool.layout.sizes import SizeSpec
 from ckpttool.layout.spec import FamilySpec, FusionSpec, InsideSpec, OpSpec
 from scripts.make_reference import ROOT
 
-PAGE = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "docs" / "layouts.md", *(ROOT / "docs" / "layouts").glob("*.md")]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def section(title: str) -> str:
     """The text below a heading, up to the next of the same level."""
-    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_every_key_is_explained() -> None:

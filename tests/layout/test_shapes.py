@@ -24,6 +24,7 @@ from ckpttool.layout.shapes import Declared, check_sizes, declared_tensors
 from ckpttool.layout.spec import TensorsSpec
 from tests.helpers.tiny_names import all_lists
 
+LAYOUTS = Path(__file__).parents[2] / "docs" / "layouts"
 DATA = Path(__file__).parent / "data" / "shapes"
 PUBLIC: dict[str, dict[str, Any]] = json.loads((DATA / "published.json").read_text(encoding="utf-8"))
 RECORD = json.loads((DATA / "variations.json").read_text(encoding="utf-8"))
@@ -195,15 +196,14 @@ def test_fields_in_text_config() -> None:
 
 
 def test_every_key_is_explained() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
-    section = page.split("\n## Tensors\n")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(TensorsSpec.model_fields)
+    page = (LAYOUTS / "tensors.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(TensorsSpec.model_fields)
 
 
 def test_the_examples_of_the_page(tmp_path: Path) -> None:
-    """The orca of docs/layouts.md: the tensors that its script writes."""
-    page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
-    family = page.split("> family: orca\n")[1].split("> END")[0].replace("\n> ", "\n").replace("\n>\n", "\n\n")
+    """The orca of docs/layouts/own-family.md: the tensors that its script writes."""
+    page = (LAYOUTS / "tensors.md").read_text(encoding="utf-8")
+    family = (LAYOUTS / "own-family.md").read_text(encoding="utf-8").split("> family: orca\n")[1].split("> END")[0].replace("\n> ", "\n").replace("\n>\n", "\n\n")
     examples = re.findall(r"```yaml\n(tensors:.*?)```", page, re.DOTALL)
     assert len(examples) == 2
     path = tmp_path / "orca.yaml"

@@ -69,7 +69,7 @@ the tiny model cannot be run here, or nothing but the vocabulary is cut.
 _UNCOVERED = """\
 ## Without a family
 
-These are refused when they are cut (`--replicate` and `--split`, or [a family file](layouts.md#a-file-of-your-own),
+These are refused when they are cut (`--replicate` and `--split`, or [a family file](layouts/own-family.md),
 help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
 
 """
