@@ -203,7 +203,8 @@ def test_every_key_is_explained() -> None:
 def test_the_examples_of_the_page(tmp_path: Path) -> None:
     """The orca of docs/layouts/own-family.md: the tensors that its script writes."""
     page = (LAYOUTS / "tensors.md").read_text(encoding="utf-8")
-    family = (LAYOUTS / "own-family.md").read_text(encoding="utf-8").split("> family: orca\n")[1].split("> END")[0].replace("\n> ", "\n").replace("\n>\n", "\n\n")
+    script = (LAYOUTS / "own-family.md").read_text(encoding="utf-8")
+    family = script.split("> family: orca\n")[1].split("> END")[0].replace("\n> ", "\n").replace("\n>\n", "\n\n")
     examples = re.findall(r"```yaml\n(tensors:.*?)```", page, re.DOTALL)
     assert len(examples) == 2
     path = tmp_path / "orca.yaml"
