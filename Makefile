@@ -9,12 +9,13 @@ CLUSTER := $(VENV)/.cluster-installed
 FUZZ := $(VENV)/.fuzz-installed
 PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
-AZURITE := .azurite/.installed
+NODE_PEERS := .node-peers/.installed
+BROWSER := $(VENV)/.browser-installed
 # The tests start hundreds of Pythons, and pytest rewrites its asserts: without bytecode files each start does it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
+.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +32,13 @@ test: $(DEV) ## run the tests that need no other library to judge: of many cases
 test-all: $(DEV) ## run them with every case and every page of docs/, and more examples of every property
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all $(ARGS)
 
-test-peers: $(PEERS) $(PADDLE) $(AZURITE) ## let the libraries that read these formats judge what ckpttool writes
-	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' CKPTTOOL_AZURITE='$(CURDIR)/.azurite/node_modules/.bin/azurite-blob' \
+test-peers: $(PEERS) $(PADDLE) $(NODE_PEERS) ## let the libraries that read these formats judge what ckpttool writes
+	@CKPTTOOL_PADDLE_PYTHON='$(CURDIR)/$(PADDLE_VENV)/bin/python' CKPTTOOL_AZURITE='$(CURDIR)/.node-peers/node_modules/.bin/azurite-blob' \
+	  CKPTTOOL_GITLAB_CI_LOCAL='$(CURDIR)/.node-peers/node_modules/.bin/gitlab-ci-local' \
 	  $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/peers $(ARGS)
+
+test-browser: $(BROWSER) ## look at the reports, the README and the site in Chromium (apt-get install chromium; minutes)
+	@$(BIN)/python -m pytest tests/browser $(ARGS)
 
 test-cluster: $(CLUSTER) ## run on many machines: Ray, Slurm, MPI and torchrun, all of them on this one (minutes)
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
@@ -82,7 +87,7 @@ bench-cluster: $(DEV) ## measure how runs on a Ray cluster and in parts scale, w
 	@$(BIN)/python -m bench.cluster $(ARGS)
 
 clean: ## remove .venv, .venv-paddle, build outputs and caches
-	rm -rf $(VENV) $(PADDLE_VENV) .azurite build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PADDLE_VENV) .node-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call instant. pip skips what is there already, so a new pin installs only what changed.
@@ -113,15 +118,19 @@ $(CLUSTER): $(PEERS)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]'
 	@touch $@
 
+$(BROWSER): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[browser]'
+	@touch $@
+
 $(FUZZ): $(DEV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
-# Microsoft's server of Azure's storage is on npm only. Without npm its tests are skipped.
-$(AZURITE):
+# Microsoft's server of Azure's storage and a runner of GitLab's jobs are on npm only. Without npm their tests are skipped.
+$(NODE_PEERS):
 	@mkdir -p $(@D)
-	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.35.0; \
-	else echo 'no npm: tests against Azurite are skipped'; fi
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.35.0 gitlab-ci-local@4.65.0; \
+	else echo 'no npm: tests against Azurite and of the GitLab template are skipped'; fi
 	@touch $@
 
 # Begun anew when a pin changes: `pip install --target` replaces nothing, and no resolver looks at either list.
