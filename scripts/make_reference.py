@@ -1,9 +1,11 @@
-"""Write the tables of docs/ that follow from the code: python scripts/make_reference.py
+"""Write what follows from the code in docs/: python scripts/make_reference.py
 
-    docs/reference.md   every command, argument and option, from the command line itself
+    docs/reference.md             the list of commands
+    docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
     docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
+The pages of commands are generated as a whole.
 tests/docs/test_reference.py fails when a page is not up to date.
 """
 
@@ -44,48 +46,91 @@ def value_of(parameter: Any) -> str:
     return " N" if kind is int else " X" if kind is float else " PATH" if kind is Path else " TEXT"
 
 
-def option_rows(command: Any) -> list[str]:
-    """A row for each option of a command."""
+def option_row(option: Any) -> str:
+    """An option with all of its spellings, and what it does."""
     from ckpttool.cli.help import described
 
-    rows = []
-    for p in command.params:
-        if getattr(p, "hidden", False) or not p.opts[0].startswith("-"):
-            continue
-        names = sorted((*p.opts, *p.secondary_opts), key=lambda o: (not o.startswith("--"), len(o)))
-        shown = ", ".join(f"`{o}{value_of(p)}`" if i == 0 else f"`{o}`" for i, o in enumerate(names))
-        text = cell(described(p))
-        rows.append(f"| {shown} | {text} |")
-    return rows
+    names = sorted((*option.opts, *option.secondary_opts), key=lambda o: (not o.startswith("--"), len(o)))
+    shown = ", ".join(f"`{o}{value_of(option)}`" if i == 0 else f"`{o}`" for i, o in enumerate(names))
+    return f"| {shown} | {cell(described(option))} |"
 
 
-def commands() -> str:
-    """Usage, arguments and options of every command."""
+def visible() -> list[tuple[str, Any]]:
+    """Each command that can be called, without `ckpttool` itself."""
     from typer.main import get_command
 
     from ckpttool.cli.app import app
-    from ckpttool.cli.help import usage_words
 
-    blocks = []
-    for name, command in command_tree(get_command(app)):
-        group = hasattr(command, "commands")
-        arguments = [p for p in command.params if not p.opts[0].startswith("-")]
-        words = [name, *(["COMMAND"] if group else []), *usage_words(command), "[OPTIONS]"]
-        lines = [f"### {name}", "", "```", " ".join(words), "```", "", cell(command.help or ""), ""]
-        if group:
-            lines += ["| command | |", "| --- | --- |"]
-            for word, child in command.commands.items():
-                if not child.hidden:
-                    anchor = f"{name}-{word}".replace(" ", "-")
-                    lines.append(f"| [`{word}`](#{anchor}) | {cell(child.help or '')} |")
-            lines.append("")
-        if arguments:
-            lines += ["| argument | |", "| --- | --- |"]
-            lines += [f"| `{p.metavar or p.name.upper()}` | {cell(p.help or '')} |" for p in arguments]
-            lines.append("")
-        lines += ["| option | |", "| --- | --- |", *option_rows(command), "| `--help`, `-h` | Show the options. |"]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    return command_tree(get_command(app))[1:]
+
+
+def page_of(name: str) -> str:
+    """The page of a command, `ckpttool fp8-cast`: its address below docs/."""
+    return f"reference/{name.removeprefix('ckpttool ').replace(' ', '-')}.md"
+
+
+def commands() -> str:
+    """The commands by task, and the options of `ckpttool` itself."""
+    from typer.main import get_command
+
+    from ckpttool.cli.app import app
+    from ckpttool.cli.help import TASKS
+
+    task = {f"ckpttool {word}": title for title, words in TASKS for word in words}
+    lines = [
+        "```text",
+        "ckpttool COMMAND [OPTIONS]",
+        "```",
+        "",
+        "| command | task | what it does |",
+        "| --- | --- | --- |",
+    ]
+    for name, command in visible():
+        lines.append(f"| [`{name}`]({page_of(name)}) | {task.get(name, '')} | {cell(command.help or '')} |")
+    options = [option_row(p) for p in get_command(app).params if not getattr(p, "hidden", False)]
+    lines += ["", "| option of `ckpttool` | meaning |", "| --- | --- |", *options]
+    return "\n".join([*lines, "| `--help`, `-h` | Show the options. |"])
+
+
+def command_page(name: str, command: Any) -> str:
+    """The whole page of one command: usage, examples, arguments, and options by the headings of its help."""
+    from ckpttool.cli.help import EXAMPLES, sections, usage_words
+
+    word = name.removeprefix("ckpttool ")
+    has_guide = (ROOT / "docs" / f"{word}.md").exists()
+    guide = f" [The guide](../{word}.md) shows it at work." if has_guide else ""
+    lines = [
+        f"# {name}",
+        "",
+        f"For people who look up an option of `{name}`: every argument and option, as `{name} --help` lists them.{guide}",
+        "",
+        cell(command.help or ""),
+        "",
+        "```text",
+        " ".join([name, *usage_words(command), "[OPTIONS]"]),
+        "```",
+    ]
+    if examples := EXAMPLES.get(word, ()):
+        lines += ["", "For example:", "", "```text", *examples, "```"]
+    for title, parameters in sections(word, command.params).items():
+        if title == "Arguments":
+            rows = [f"| `{p.metavar or p.name.upper()}` | {cell(p.help or '')} |" for p in parameters]
+        else:
+            rows = [option_row(p) for p in parameters]
+        if title == "Output":
+            rows.append("| `--help`, `-h` | Show the options. |")
+        kind = "argument" if title == "Arguments" else "option"
+        lines += ["", f"## {title}", "", f"| {kind} | meaning |", "| --- | --- |", *rows]
+    others = [f"[{other}]({page_of(other).removeprefix('reference/')})" for other, _ in visible() if other != name]
+    after = [f"[the guide](../{word}.md)"] if has_guide else []
+    lines += ["", f"**Next:** {', '.join([*after, '[exit codes, output, patterns](../reference.md)'])}."]
+    lines += ["", f"Other commands: {', '.join(others)}.", ""]
+    return "\n".join(lines)
+
+
+def command_pages() -> dict[str, str]:
+    """The pages of all commands, by their paths."""
+    return {f"docs/{page_of(name)}": command_page(name, command) for name, command in visible()}
 
 
 def families() -> str:
@@ -140,11 +185,17 @@ def page_text(page: str, root: Path = ROOT) -> str:
     return text
 
 
+def pages() -> dict[str, str]:
+    """All pages that are generated, or have something generated in them, as they should be."""
+    return {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})} | command_pages()
+
+
 def main() -> None:
     """Bring the pages up to date."""
-    for page in sorted({where for where, _ in TABLES.values()}):
-        path, text = ROOT / page, page_text(page)
-        changed = text != path.read_text(encoding="utf-8")
+    for page, text in pages().items():
+        path = ROOT / page
+        changed = not path.exists() or text != path.read_text(encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"{page}: {'changed' if changed else 'unchanged'}")
 

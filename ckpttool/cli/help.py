@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
 from ckpttool.cli.choices import METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _FIRST = {
     "reshard": "to tp_out pp_out dtype verify",
@@ -102,27 +105,32 @@ class Command(TyperCommand):
         with formatter.section("Examples"):
             for line in EXAMPLES.get(self.name or "", ()):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
-        first = _FIRST.get(self.name or "", "").split()
-        heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
-        parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
-        order = [*first, *heading]
-        parameters.sort(key=lambda p: order.index(p.name) if p.name in order else len(order))
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], COMMON: [], "Options": []}
-        sections |= {about: [] for about, _ in _GROUPS}
-        for p in parameters:
-            if is_option(p):
-                value = "" if p.is_flag else f" {p.metavar}"
-                text = described(p).replace("-", _UNBROKEN)
-                sections[heading.get(p.name, "Options")].append((", ".join(p.opts) + value, text))
-            else:
-                sections["Arguments"].append((p.metavar, p.help or ""))
-        for title, rows in sections.items():
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        for title, parameters in sections(self.name or "", self.get_params(ctx)).items():
+            with formatter.section(title):
+                formatter.write_dl([_row(p) for p in parameters])
         for title, text in _NOTES.get(self.name or "", {}).items():
             with formatter.section(title):
                 formatter.write_text(text)
+
+
+def sections(command: str, parameters: Iterable[Any]) -> dict[str, list[Any]]:
+    """A command's parameters by the headings of its help, in their order there; hidden ones and empty headings are not."""
+    first = _FIRST.get(command, "").split()
+    heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
+    order = [*first, *heading]
+    found: dict[str, list[Any]] = {"Arguments": [], COMMON: [], "Options": [], **{about: [] for about, _ in _GROUPS}}
+    for p in sorted(parameters, key=lambda p: order.index(p.name) if p.name in order else len(order)):
+        if not getattr(p, "hidden", False):
+            found[heading.get(p.name, "Options") if is_option(p) else "Arguments"].append(p)
+    return {title: some for title, some in found.items() if some}
+
+
+def _row(parameter: Any) -> tuple[str, str]:
+    """A parameter as help lists it."""
+    if not is_option(parameter):
+        return parameter.metavar, parameter.help or ""
+    value = "" if parameter.is_flag else f" {parameter.metavar}"
+    return ", ".join(parameter.opts) + value, described(parameter).replace("-", _UNBROKEN)
 
 
 def is_option(parameter: Any) -> bool:
