@@ -1,7 +1,7 @@
 """What checks find: identifiers, how bad each is, and the answer that collects them.
 
 The identifiers are stable: scripts may rely on them. docs/inspect/check.md explains those of checkpoints,
-docs/convert-json.md those of Paddle programs.
+docs/convert-json/findings.md those of Paddle programs.
 """
 
 from __future__ import annotations

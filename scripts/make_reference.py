@@ -102,7 +102,7 @@ def command_page(name: str, command: Any) -> str:
     lines = [
         f"# {name}",
         "",
-        f"For people who look up an option of `{name}`: every argument and option, as `{name} --help` lists them.{guide}",
+        f"For people who look up an option of `{name}`: all arguments and options, as in `{name} --help`.{guide}",
         "",
         cell(command.help or ""),
         "",

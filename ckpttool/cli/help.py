@@ -114,7 +114,7 @@ class Command(TyperCommand):
 
 
 def sections(command: str, parameters: Iterable[Any]) -> dict[str, list[Any]]:
-    """A command's parameters by the headings of its help, in their order there; hidden ones and empty headings are not."""
+    """A command's parameters by the headings of its help, in their order there, without hidden ones."""
     first = _FIRST.get(command, "").split()
     heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
     order = [*first, *heading]

@@ -1,4 +1,4 @@
-"""docs/convert-json.md lists every finding, and every finding is raised by some test."""
+"""docs/convert-json/findings.md lists every finding, and every finding is raised by some test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.convert_json.accepted import recorded
 from tests.convert_json.programs import Parameter, parameter, program, records, usual, write
 from tests.docs.runner import ROOT
 
-PAGE = (ROOT / "docs" / "convert-json.md").read_text(encoding="utf-8")
+PAGES = ROOT / "docs" / "convert-json"
 PROGRAMS = ROOT / "fixtures" / "paddle_programs"
 
 TABLES = {id_ for id_, _ in test_pir.WRONG.values()} | {id_ for id_, _ in test_params.WRONG.values()}
@@ -27,7 +27,8 @@ TABLES |= test_pdmodel.WRONG.keys()
 
 def rows() -> list[list[str]]:
     """The cells of the table of findings."""
-    table = PAGE.split("<!-- begin findings -->\n")[1].split("<!-- end findings -->")[0].strip().splitlines()
+    page = (PAGES / "findings.md").read_text(encoding="utf-8")
+    table = page.split("<!-- begin findings -->\n")[1].split("<!-- end findings -->")[0].strip().splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
@@ -65,7 +66,8 @@ def test_what_paddle_does_was_measured() -> None:
 
 def test_patched_operators_are_listed() -> None:
     """The section names each operator under the number of its patch."""
-    section = PAGE.split("\n### Versions\n")[1].split("\n### ")[0]
+    page = (PAGES / "check.md").read_text(encoding="utf-8")
+    section = page.split("\n## Versions\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| [^|]+ \| (\d) \| (.*) \|$", section, re.MULTILINE)
     found = {int(number): set(re.findall(r"`(\w+)`", operators)) for number, operators in lines}
     assert found == {n: {op.partition(".")[2] for op in ops} for n, ops in PATCHES.items()}

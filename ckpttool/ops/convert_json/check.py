@@ -1,7 +1,8 @@
 """``ckpttool convert-json --check``: does this program say what it should, and are these its parameters?
 
 Paddle compares nothing: it reads a parameter file that is cut off, or another program's, without a word. Every finding
-has an identifier that scripts may rely on; docs/convert-json.md lists them, with what Paddle does in each case.
+has an identifier that scripts may rely on; docs/convert-json/findings.md lists them, with what Paddle
+does in each case.
 """
 
 from __future__ import annotations
