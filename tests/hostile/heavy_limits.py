@@ -3,7 +3,7 @@
     python -m pytest tests/hostile/heavy_limits.py -s
 
 Each case runs in a process of its own that may have so much memory and processor time as the table in
-docs/robustness.md says, and prints what it has taken.
+docs/robustness/hostile.md says, and prints what it has taken.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def lose_power(campaign: Campaign, *, every: int, start: int = 0) -> None:
 
 
 def check_order(calls: list[Call], target: str) -> None:
-    """The order that docs/robustness.md promises for a DST that is a new directory. Raises WrongError."""
+    """The order that docs/robustness/crashes.md promises for a DST that is a new directory. Raises WrongError."""
     partial = target + ".partial"
     published = next(c.number for c in calls if c.name.startswith("rename") and c.path == partial)
     inside = [c for c in calls if c.path.startswith(partial + "/") and c.number < published]

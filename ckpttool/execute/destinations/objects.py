@@ -12,7 +12,7 @@ leaves the spool. The uploads are the journal.
     seal      companions, manifest, index, and config.json last
     publish   uploads that are left are aborted, the marker goes
 
-docs/robustness.md says what a crash leaves at each of them.
+docs/robustness/object-stores.md says what a crash leaves at each of them.
 """
 
 from __future__ import annotations
