@@ -1,4 +1,4 @@
-"""docs/cluster.md and the files beside it: nothing of them can run here, so what they say is held to the code."""
+"""docs/cluster.md and all in docs/cluster/: nothing of them can run here, so what they say is held to the code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scripts import simulate_cluster as simulation
 from tests.docs.runner import ROOT, blocks
 
 PAGE = ROOT / "docs" / "cluster.md"
+PARTS = ROOT / "docs" / "cluster" / "parts.md"
 FILES = ROOT / "docs" / "cluster"
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 CALL = re.compile(rf"ckpttool (?P<name>{'|'.join(COMMANDS)}) (?P<rest>.*?)(?= {{2,}}| [#&]|['|)]|$)")
@@ -59,11 +60,11 @@ def test_every_command_line_is_one(words: list[str]) -> None:
 def test_the_page_shows_something() -> None:
     assert len(shown()) >= 12
     files = {p.name for p in FILES.iterdir()}
-    assert {Path(link).name for link in re.findall(r"\]\((cluster/[^)]+)\)", PAGE.read_text())} == files
+    assert {Path(link).name for link in re.findall(r"\]\((cluster/[^)#]+)", PAGE.read_text())} == files
 
 
 def test_every_launcher_is_in_the_table() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = PARTS.read_text(encoding="utf-8")
     for row in LAUNCHERS:
         for variable in (row.rank, row.size, *row.beside):
             short = variable.replace("SLURM_ARRAY_TASK", "")
@@ -102,7 +103,7 @@ def test_the_ray_job_is_whole() -> None:
 
 
 def test_the_tables_are_what_the_model_says() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = simulation.PAGE.read_text(encoding="utf-8")
     assert simulation.text() in page
     assert page == simulation.with_tables(page), "run: python -m scripts.simulate_cluster --write"
 
