@@ -82,9 +82,9 @@ def run(chosen: list[Architecture], root: Path, said: argparse.Namespace) -> int
     if said.page is not None:
         import transformers
 
-        from tests.peers.families.table import page
+        from tests.peers.families import table
 
-        said.page.write_text(page(found, transformers.__version__), encoding="utf-8")
+        table.write(said.page, found, transformers.__version__)
     if said.names is not None:
         from tests.helpers.stored_names import write
 

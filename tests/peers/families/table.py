@@ -1,8 +1,8 @@
-"""docs/families.md: what came out for every architecture."""
+"""docs/families.md and the pages below it: what came out for every architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,20 +23,34 @@ GROUPS = {
     "base": "Embedding models and classifiers",
     "remote": "Code of the publisher and diffusers",
 }
-"""Titles of the groups of architectures, in the order of the page."""
+"""Titles of the groups of architectures, in the order of the counts."""
+
+PAGES = {
+    "text": ("Families of text models", ("causal",)),
+    "images": ("Families of models for images and text", ("i2t", "clip")),
+    "sound": ("Families of models for sound", ("mm", "speech")),
+    "encoders": ("Families of encoders and encoder-decoders", ("seq2seq", "mlm", "base")),
+    "other": ("Families outside of transformers", ("remote",)),
+}
+"""The pages below docs/families.md, with their titles and the groups on them."""
 
 _ABOUT = """\
 # Model families
 
-Which architectures have a family, and what was checked of it. `make test-families` writes this page, with
-transformers {version}. A family says how a model is cut over ranks; [layouts.md](layouts.md) explains its file, and how
-to write one for a model that is missing here.
+For people who ask whether their model is supported: every architecture that has a family, and what was checked of it.
+A family says how a model is cut over ranks. It is chosen from `config.json`; for a model that is missing here you can
+[write one](layouts/own-family.md). The three commands that most people need:
 
-- [Counts](#counts)
-- [Popular models](#popular-models)
-- [How each was checked](#how-each-was-checked)
+```text
+ckpttool reshard MODEL DST --tp-out 2 --dry-run    # can this model be cut so?
+ckpttool inspect MODEL --suggest-family            # a first draft for a model that is missing
+ckpttool reshard MODEL DST --family NAME           # another family than config.json names
+```
+
 {contents}
-- [Without a family](#without-a-family)
+
+`make test-families` writes these pages, last with transformers {version}. [Layouts](layouts.md) explains the file of a
+family.
 
 ## Counts
 
@@ -50,20 +64,23 @@ to write one for a model that is missing here.
 
 Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`.
 
-| column | what it says |
+| column | meaning |
 | --- | --- |
-| family | what `config.json` chooses. Those in `transformers/` cut as transformers does; the others as engines do |
+| family | as `config.json` chooses. Those in `transformers/` cut as transformers does; the others as engines do |
 | tp | sizes of tensor parallelism at which the model comes back byte for byte (8 heads, 2 of keys and values) |
 | ep | the same with experts shared out over 2 ranks |
 | logits | `equal`: with the shares of ranks 0 and 1 exchanged the model computes the same |
-| config | names and shapes that `ckpttool fp8-size config.json` goes by are those of the saved model |
+| config | names and shapes that `ckpttool fp8-size config.json` assumes are those of the saved model |
 | engines | formats that are written and read back byte for byte |
 
-The shares of a right cut are alike: what rank 1 holds may stand where rank 0's part stood, if that is done to every
-tensor that is cut. A torn head, a wrong axis or a missing partner changes the logits. `plan` in that column: each rank
-also holds what transformers' own plan gives it, element for element. `but for 2`: two kinds of tensors that are cut do
-not show in the logits of the tiny model, because its inputs do not reach them (cross attention without an image). `-`:
-the tiny model cannot be run here, or nothing but the vocabulary is cut.
+The shares of a correct cut are alike: what rank 1 holds can take the place of rank 0's part, if this is done to every
+tensor that is cut. A split head, a wrong axis or a missing partner changes the logits. In that column:
+
+| entry | meaning |
+| --- | --- |
+| `plan` | each rank also holds what transformers' own plan gives it, element for element |
+| `but for 2` | two kinds of tensors that are cut do not show in the logits: the tiny model's inputs do not reach them |
+| `-` | the tiny model cannot be run here, or only the vocabulary is cut |
 """
 
 _UNCOVERED = """\
@@ -72,6 +89,20 @@ _UNCOVERED = """\
 These are refused when they are cut (`--replicate` and `--split`, or [a family file](layouts/own-family.md),
 help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
 
+| `model_type` | architecture | result |
+| --- | --- | --- |
+"""
+
+_NEXT = "\n**Next:** [built-in families](layouts/families.md), [write a family file](layouts/own-family.md)\n"
+
+_GROUP = """\
+# {title}
+
+For people who look up an architecture: its family, and what was checked of it.
+[Model families](../families.md#how-each-was-checked) explains the columns.
+
+{tables}
+**Next:** {others}, [model families](../families.md)
 """
 
 
@@ -163,14 +194,34 @@ def _why(f: Found) -> str:
     return "fails" if f.wrong else "refused"
 
 
-def page(found: Sequence[Found], version: str) -> str:
-    """The whole page."""
-    by_group = {g: [f for f in found if f.architecture.group == g and f.passed] for g in GROUPS}
-    titles = [(GROUPS[g], some) for g, some in by_group.items() if some]
-    contents = "\n".join(f"- [{t}](#{t.lower().replace(' ', '-')})" for t, _ in titles)
-    out = [_ABOUT.format(version=version, contents=contents, counts=counts(found), popular=popular_table(found))]
-    out += [f"## {title}\n\n{rows(some)}\n" for title, some in titles]
+def without_family(found: Sequence[Found]) -> str:
     left = [f for f in found if not f.passed]
-    out.append(_UNCOVERED + "| `model_type` | architecture | |\n| --- | --- | --- |")
-    lines = [f"| `{f.architecture.model_type}` | `{f.architecture.cls}` | {_why(f)} |" for f in left]
-    return "\n".join(out) + "\n" + "\n".join(lines) + "\n"
+    return "\n".join(f"| `{f.architecture.model_type}` | `{f.architecture.cls}` | {_why(f)} |" for f in left)
+
+
+def entry(version: str, sums: str, lines: str, left: str) -> str:
+    """docs/families.md, of its tables."""
+    contents = ["| page | architectures |", "| --- | --- |"]
+    for name, (title, groups) in PAGES.items():
+        contents.append(f"| [{title}](families/{name}.md) | {', '.join(GROUPS[g] for g in groups)} |")
+    about = _ABOUT.format(version=version, contents="\n".join(contents), counts=sums, popular=lines)
+    return f"{about}\n{_UNCOVERED}{left}\n{_NEXT}"
+
+
+def group_page(name: str, tables: Mapping[str, str]) -> str:
+    """A page below docs/families.md, of the tables of its groups."""
+    title, groups = PAGES[name]
+    parts = "\n".join(f"## {GROUPS[g]}\n\n{tables[g]}\n" for g in groups if g in tables)
+    others = ", ".join(f"[{PAGES[other][0].lower()}]({other}.md)" for other in PAGES if other != name)
+    return _GROUP.format(title=title, tables=parts, others=others)
+
+
+def write(page: Path, found: Sequence[Found], version: str) -> None:
+    """All pages: the entry, and those below it in the directory of the same name."""
+    page.with_suffix("").mkdir(exist_ok=True)
+    text = entry(version, counts(found), popular_table(found), without_family(found))
+    page.write_text(text, encoding="utf-8")
+    passed = {g: [f for f in found if f.architecture.group == g and f.passed] for g in GROUPS}
+    tables = {g: rows(some) for g, some in passed.items() if some}
+    for name in PAGES:
+        (page.with_suffix("") / f"{name}.md").write_text(group_page(name, tables), encoding="utf-8")
