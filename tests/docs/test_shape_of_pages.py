@@ -1,0 +1,102 @@
+"""Pages of docs/ are short, begin and end alike, and are found: from their entry, and from the texts of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.runner import ROOT, pages
+from tests.docs.test_cli_reference import prose
+
+DOCS = ROOT / "docs"
+PAGES = [str(path.relative_to(DOCS)) for path in pages() if path.is_relative_to(DOCS)]
+
+MOST_WORDS = 2600
+LONGER = {
+    "layouts/families.md": "a table of names, a row for each built-in family: looked through, not read",
+    "families/text.md": "a table of names, a row for each architecture: looked through, not read",
+    "errors.md": "what one error prints, section after section: found by the words of a message, not read from the top",
+}
+"""Pages that may have more words, and why."""
+
+NAMED = re.compile(r"\bdocs/[\w./-]+[\w/]")
+"""The address of a page, a picture or a folder, as comments, messages and scripts name it."""
+NAMES = ("ckpttool", "scripts", "bench", "tests")
+OF_OTHERS = {"docs/gguf.md", "docs/reference/COMMAND.md"}
+"""A page of llama.cpp; any page of its folder."""
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def problems(text: str) -> list[str]:
+    """What is odd about how a page begins and ends."""
+    found = []
+    titles = re.findall(r"^# .*", prose(text), re.MULTILINE)
+    if len(titles) != 1 or not text.startswith("# "):
+        found.append(f"one title in the first line, not {len(titles)}")
+    beginning = text.split("\n\n")[1:2]
+    if not beginning or re.match(r"[|#`>*<-]", beginning[0].replace("`ckpttool", "ckpttool", 1)):
+        found.append("a sentence below the title says whom the page is for and what it gives")
+    end = text.rstrip("\n").split("\n\n")[-2:]
+    if not any(re.match(r"\*{0,2}Next:", part) and "](" in part for part in end):
+        found.append("the last lines say where to go on: **Next:** [...](...)")
+    return found
+
+
+def unlinked(folder: Path) -> set[str]:
+    """The pages of a folder that its entry, the page of the same name, does not link."""
+    entry = folder.with_suffix(".md")
+    if not entry.exists():
+        return set()
+    links = re.findall(r"\]\(([^)#\s]+)", entry.read_text(encoding="utf-8"))
+    linked = {(entry.parent / link).resolve() for link in links}
+    return {path.name for path in folder.glob("*.md") if path.resolve() not in linked}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page: str) -> None:
+    words = len(text_of(page).split())
+    if page in LONGER:
+        assert words > MOST_WORDS, "it is short enough: take it out of LONGER"
+    else:
+        assert words <= MOST_WORDS, f"{words} words: make it several pages"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_begin_and_end_alike(page: str) -> None:
+    assert problems(text_of(page)) == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in pages()} - {ROOT, DOCS}), ids=lambda path: path.name)
+def test_an_entry_links_all_pages_of_its_folder(folder: Path) -> None:
+    assert unlinked(folder) == set()
+
+
+def test_the_code_names_pages_that_are_there() -> None:
+    gone = []
+    for folder in NAMES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path == Path(__file__):
+                continue
+            for name in set(NAMED.findall(path.read_text(encoding="utf-8"))) - OF_OTHERS:
+                if Path(name).suffix in (".md", ".svg", ".png", ".yaml") and not (ROOT / name).exists():
+                    gone.append(f"{path.relative_to(ROOT)}: {name}")
+    assert gone == []
+
+
+def test_each_can_fail(tmp_path: Path) -> None:
+    good = "# Title\n\nFor people.\n\n## One\n\ntext\n\n**Next:** [a](b.md)\n"
+    assert problems(good) == []
+    assert len(problems(good.replace("For people.", "- [One](#one)"))) == 1
+    assert len(problems(good.replace("## One", "# One"))) == 1
+    assert len(problems(good.replace("**Next:** [a](b.md)", ""))) == 1
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/one.md").write_text(good)
+    (tmp_path / "x.md").write_text("# X\n\n[one](x/one.md)\n")
+    assert unlinked(tmp_path / "x") == set()
+    (tmp_path / "x.md").write_text("# X\n")
+    assert unlinked(tmp_path / "x") == {"one.md"}
