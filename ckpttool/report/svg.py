@@ -1,99 +1,77 @@
-"""Who holds what as a picture: a matrix for each kind of tensor, its boxes in the colours of the ranks.
+"""Who holds what as pictures: the ranks and their bytes, then a strip of cells for each way of being cut.
 
-Plain SVG 1.1 with nothing to load, so that browsers, editors and image converters show the same.
+Plain SVG 1.1 with presentation attributes only: no style sheet, no script, no id, nothing to load. So browsers, editors
+and image converters show the same, and several can stand in one HTML page. Numbers say which rank it is; colours
+only help to find it again: up to eight ranks have one each, of more the colour goes from the first to the last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout
+from ckpttool.ops.inspect.holdings import Holding, Layout, Ranks
+from ckpttool.report.strips import (
+    Card,
+    Cell,
+    Strip,
+    cards,
+    folded,
+    folded_strips,
+    part,
+    ranks_named,
+    ranks_short,
+    stage_strips,
+)
+from ckpttool.report.tables import middle
 from ckpttool.report.text import ranks, shape
 from ckpttool.words import count, short
 
 PAGE = 1040
+TALL = 1470
+"""Of a page, about as A4 has it. One block that is taller makes its page taller."""
+FIGURE = 720
+"""Width of a picture for an HTML page."""
 MARGIN = 28
-GAP = 22
-"""Between two matrices."""
-WIDE, HIGH = 190, 104
-"""Largest matrix."""
-LINE = 17
-EVERY = "#dfe3e8"
-"""What every rank holds."""
-INK = "#1f2933"
-FAINT = "#6b7785"
-_CHAR, _TEXT, _BOLD = 6.1, 7.3, 7.8
-"""Widths of a character of the small, the middle and the bold font, about."""
+BAR = 26
+"""Height of a strip."""
+GLYPH = 22
+PAD = 24
+PER_ROW = 16
+"""Ranks, where they are more than have room."""
+MOST_ROWS = 4
+MOST_STRIPS = 8
+MOST_KINDS = 12
+"""Of a card in a figure; pages have them all."""
+FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+ADVANCE = 0.61
+"""Width of a letter by the size of its font, of the widest of these fonts."""
 
-# Told apart by people who see colours differently, and dark text stays readable on all of them.
-_PALETTE = (
-    "#8ecae6", "#ffb703", "#95d5b2", "#f4978e", "#c8b6ff", "#ffd6a5", "#84dcc6", "#f7aef8",
-    "#bde0fe", "#e9c46a", "#a7c957", "#ffadad", "#b8c0ff", "#fcd5ce", "#99d98c", "#d0a5c0",
-)  # fmt: skip
+LIGHT = {
+    "ink": "#1f2933", "faint": "#52606d", "paper": "#ffffff", "line": "#8492a0", "every": "#e4e7eb",
+    "rank-0": "#8ecae6", "rank-1": "#ffc94d", "rank-2": "#95d5b2", "rank-3": "#f4a59e",
+    "rank-4": "#c8b6ff", "rank-5": "#ffd6a5", "rank-6": "#84dcc6", "rank-7": "#f7aef8",
+    "tint-0": "#edf6fb", "tint-1": "#e0f0f9", "tint-2": "#d2eaf6", "tint-3": "#c4e3f3",
+    "tint-4": "#b6dcf0", "tint-5": "#a8d5ec", "tint-6": "#9acfe9", "tint-7": "#8ac7e6",
+}  # fmt: skip
+DARK = {
+    "ink": "#e6edf3", "faint": "#a3b0bd", "paper": "#0d1117", "line": "#6b7683", "every": "#30363d",
+    "rank-0": "#1b5878", "rank-1": "#6b4e00", "rank-2": "#1f5f3f", "rank-3": "#7a3530",
+    "rank-4": "#4a3a8c", "rank-5": "#6e4519", "rank-6": "#0f5e50", "rank-7": "#6d2f6e",
+    "tint-0": "#14212c", "tint-1": "#162938", "tint-2": "#183144", "tint-3": "#193a50",
+    "tint-4": "#1b425c", "tint-5": "#1c4b69", "tint-6": "#1e5475", "tint-7": "#205d82",
+}  # fmt: skip
+Paints = dict[str, str]
+OF_PAGE: Paints = {name: f"var(--ck-{name},{value})" for name, value in LIGHT.items()}
+"""The custom properties of an HTML page, and what holds without them."""
 
 
-def colour(rank: int, world: int) -> str:
-    """The colour of a rank: from a palette for a few, around the colour circle for many."""
-    if world <= len(_PALETTE):
-        return _PALETTE[rank]
-    return f"hsl({round(360 * rank / world)}, {(70, 45)[rank % 2]}%, {(72, 80)[rank % 2]}%)"
-
-
-class _Drawing:
-    """Elements from top to bottom, and the patterns that they use."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.parts: list[str] = []
-        self.patterns: dict[tuple[int, ...], str] = {}
-        self.y = float(MARGIN)
-
-    def text(self, x: float, y: float, content: str, style: str = "s", anchor: str = "start") -> None:
-        where = f'x="{x:.1f}" y="{y:.1f}"'
-        end = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self.parts.append(f'<text class="{style}" {where}{end}>{escape(plain(content))}</text>')
-
-    def rect(self, x: float, y: float, w: float, h: float, fill: str, title: str = "") -> None:
-        hover = f"<title>{escape(title)}</title>" if title else ""
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}" stroke="#ffffff"'
-            f' stroke-width="1">{hover}</rect>'
-        )
-
-    def outline(self, x: float, y: float, w: float, h: float) -> None:
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="none" stroke="{FAINT}"'
-            ' stroke-width="1"/>'
-        )
-
-    def fill(self, owners: tuple[int, ...]) -> str:
-        """One colour for one rank, stripes for several, grey for all."""
-        if len(owners) == 1:
-            return colour(owners[0], self.world)
-        if len(owners) == self.world or not owners:
-            return EVERY
-        if owners not in self.patterns:
-            self.patterns[owners] = f"shared{len(self.patterns)}"
-        return f"url(#{self.patterns[owners]})"
-
-    def definitions(self) -> str:
-        """Diagonal stripes of the colours of the ranks that share a box."""
-        out = []
-        for owners, name in self.patterns.items():
-            shown = owners[:: -(-len(owners) // 8)]
-            width = 7
-            stripes = "".join(
-                f'<rect x="{i * width}" y="0" width="{width}" height="{width * len(shown)}"'
-                f' fill="{colour(r, self.world)}"/>'
-                for i, r in enumerate(shown)
-            )
-            out.append(
-                f'<pattern id="{name}" patternUnits="userSpaceOnUse" width="{width * len(shown)}"'
-                f' height="{width * len(shown)}" patternTransform="rotate(45)">{stripes}</pattern>'
-            )
-        return f"<defs>{''.join(out)}</defs>" if out else ""
+def variables(theme: str) -> str:
+    """The custom properties for "light" or "dark": ``--ck-ink:#1f2933;...``."""
+    return "".join([f"--ck-{name}:{value};" for name, value in (DARK if theme == "dark" else LIGHT).items()])
 
 
 class Figure(NamedTuple):
@@ -103,177 +81,357 @@ class Figure(NamedTuple):
     caption: str
     """What it shows, in words, for those who do not see it, too."""
     svg: str
-    """An ``<svg>`` element to stand in the page: presentation attributes only, no style, no script, no id."""
+    """An ``<svg>`` element to stand in the page."""
 
 
 def figures(layout: Layout) -> list[Figure]:
-    """The layout as pictures for a page, in the colours of its custom properties."""
-    title = "Who holds what"
-    return [Figure(title, f"{count(layout.world, 'rank')}: {layout.mesh}", picture(layout, title))]
-
-
-def picture(layout: Layout, title: str) -> str:
-    """A whole SVG document."""
-    d = _Drawing(layout.world)
-    d.y += 14
-    d.text(MARGIN, d.y, title, "t")
-    d.y += 22
-    d.text(MARGIN, d.y, f"{count(layout.world, 'rank')}: {layout.mesh}", "f")
-    d.y += 12
-    _legend(d, layout)
-    _blocks(d, layout.holdings)
-    height = d.y + MARGIN
-    style = (
-        "text{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
-        f"font-size:10px;fill:{INK}}}"
-        f".t{{font-size:17px;font-weight:bold}}.n{{font-size:12px;font-weight:bold}}.f{{font-size:12px;fill:{FAINT}}}"
-        f".e{{font-size:8.5px;fill:{FAINT}}}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PAGE}" height="{height:.0f}"'
-        f' viewBox="0 0 {PAGE} {height:.0f}" role="img" aria-label="{escape(plain(title), {chr(34): "&quot;"})}">\n'
-        f'<style>{style}</style>\n{d.definitions()}\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
-        + "\n".join(d.parts)
-        + "\n</svg>\n"
-    )
-
-
-def _legend(d: _Drawing, layout: Layout) -> None:
-    x = float(MARGIN)
-    entries = [(colour(r, d.world), f"rank {r}  {short(n)}") for r, n in layout.bytes_of_rank.items()]
-    if d.world > 1:
-        entries.append((EVERY, "every rank"))
-    for fill, label in entries:
-        width = 24 + len(label) * _CHAR + 14
-        if x + width > PAGE - MARGIN:
-            x = float(MARGIN)
-            d.y += LINE + 3
-        d.rect(x, d.y, 16, 14, fill)
-        d.text(x + 22, d.y + 11, label)
-        x += width
-    d.y += LINE + 16
-
-
-def _blocks(d: _Drawing, holdings: tuple[Holding, ...]) -> None:
-    """All kinds of tensor, side by side where they fit."""
-    x, tallest = float(MARGIN), 0.0
-    for h in holdings:
-        panels = [p for group in h.groups for p in _panels(group, h.shape)]
-        details = f"{h.dtype} {shape(h.shape)}"
-        details += f"   {h.count:,} tensors" if h.count > 1 else ""
-        details += f"   {h.padding:,} elements of padding" if h.padding else ""
-        rows = _arrange(panels, h.shape)
-        widest = max((at + need for row in rows for at, need in row), default=0.0)
-        need = max(len(h.name) * _BOLD, len(details) * _TEXT, widest)
-        if x > MARGIN and x + need > PAGE - MARGIN:
-            x = float(MARGIN)
-            d.y += tallest
-            tallest = 0.0
-        top = d.y + 18
-        d.text(x, top, h.name, "n")
-        d.text(x, top + LINE, details, "f")
-        y = top + LINE + 8
-        left = _gutter(panels, h.shape)
-        width, height = _extent(h.shape)
-        todo = iter(panels)
-        for row in rows:
-            labelled = False
-            for at, _ in row:
-                label, held = next(todo)
-                labelled = labelled or bool(label)
-                if label:
-                    d.text(x + at, y + 9, label)
-                _matrix(d, held, h.shape, (x + at + left, y + (LINE if label else 4), width, height))
-            y += (LINE if labelled else 4) + height + 22
-        tallest = max(tallest, y - d.y + 8)
-        x += need + GAP + 12
-    d.y += tallest
-
-
-def _gutter(panels: list[tuple[str, list[Held]]], dims: tuple[int, ...]) -> float:
-    """Room for the numbers of the rows, left of a matrix."""
-    if len(dims) < 2:
-        return 0.0
-    return max((len(str(h.box.start[-2])) for _, held in panels for h in held), default=0) * 5.4 + 6
-
-
-def _arrange(panels: list[tuple[str, list[Held]]], dims: tuple[int, ...]) -> list[list[tuple[float, float]]]:
-    """Rows of (x, width) of the panels, broken where the page ends."""
-    rows: list[list[tuple[float, float]]] = [[]]
-    x = 0.0
-    for label, _ in panels:
-        need = max(_gutter(panels, dims) + _extent(dims)[0], len(label) * _CHAR)
-        if rows[-1] and x + need > PAGE - 2 * MARGIN:
-            rows.append([])
-            x = 0.0
-        rows[-1].append((x, need))
-        x += need + GAP
-    return rows
-
-
-def _extent(dims: tuple[int, ...]) -> tuple[float, float]:
-    """Width and height of the drawn matrix: the proportions of the tensor, kept between readable limits."""
-    if len(dims) < 2:
-        return float(WIDE), 22.0
-    rows, columns = max(dims[-2], 1), max(dims[-1], 1)
-    if rows >= columns:
-        return max(HIGH * columns / rows, 96.0), float(HIGH)
-    return float(WIDE), min(max(WIDE * rows / columns, 40.0), float(HIGH))
-
-
-def _panels(group: Group, dims: tuple[int, ...]) -> list[tuple[str, list[Held]]]:
-    """(label, boxes) of each matrix: one, or one for each slab of the axes before the last two."""
-    outer = max(len(dims) - 2, 0)
-    slabs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Held]] = {}
-    for h in group.held:
-        slabs.setdefault((h.box.start[:outer], h.box.stop[:outer]), []).append(h)
-    out = []
-    for (start, stop), held in slabs.items():
-        cut = [f"axis {i} {a}:{b}" for i, (a, b) in enumerate(zip(start, stop, strict=True)) if (a, b) != (0, dims[i])]
-        out.append((", ".join([*([group.label] if group.label else []), *cut]), held))
+    """The layout as pictures for a page, in the colours of its custom properties: the ranks, then the cuts."""
+    d = _Drawing(layout.world, OF_PAGE, FIGURE, margin=2)
+    out = [_figure(d, "Ranks", f"{count(layout.world, 'rank')}: {layout.mesh}", _map(d, layout))]
+    for card in cards(layout):
+        blocks = [*_strips(d, card), *_kinds(d, card, MOST_KINDS)]
+        out.append(_figure(d, card.title, _amount(card), blocks, ": " + _names(card)))
     return out
 
 
-def _matrix(d: _Drawing, held: list[Held], dims: tuple[int, ...], place: tuple[float, float, float, float]) -> None:
-    x, y, width, height = place
-    columns = dims[-1] if dims else 1
-    rows = dims[-2] if len(dims) > 1 else 1
-    xs: dict[int, float] = {}
-    ys: dict[int, float] = {}
-    for h in held:
-        c0, c1 = (h.box.start[-1], h.box.stop[-1]) if dims else (0, 1)
-        r0, r1 = (h.box.start[-2], h.box.stop[-2]) if len(dims) > 1 else (0, 1)
-        left, right = x + width * c0 / columns, x + width * c1 / columns
-        top, bottom = y + height * r0 / rows, y + height * r1 / rows
-        xs |= {c0: left, c1: right}
-        ys |= {r0: top, r1: bottom}
-        who = "every rank" if len(h.ranks) == d.world > 1 else ranks(h.ranks)
-        hover = f"{h.box} rank{'s' if len(h.ranks) != 1 else ''} {ranks(h.ranks)}"
-        d.rect(left, top, right - left, bottom - top, d.fill(h.ranks), hover)
-        for label in (who, ranks(h.ranks)):
-            if len(label) * _CHAR + 4 <= right - left and bottom - top >= 10:
-                if 1 < len(h.ranks) < d.world:  # on stripes, text needs a ground
-                    half = len(label) * _CHAR / 2 + 3
-                    middle = (left + right) / 2
-                    d.rect(middle - half, (top + bottom) / 2 - 6.5, 2 * half, 13, "#ffffff")
-                d.text((left + right) / 2, (top + bottom) / 2 + 3.5, label, anchor="middle")
-                break
-    d.outline(x, y, width, height)
-    _edges(d, xs, ys, x, y + height, rows=len(dims) > 1)
+def pages(layout: Layout, title: str, paints: Paints | None = None) -> list[str]:
+    """Whole SVG documents, one for each page."""
+    d = _Drawing(layout.world, paints or LIGHT, PAGE)
+    blocks = _map(d, layout)
+    for card in cards(layout):
+        head, *strips = [_Block(46, partial(_heading, d, card)), *_strips(d, card)]
+        blocks += [_together([head, *strips]), *_kinds(d, card), _Block(14, _nothing)]
+    sheets: list[list[_Block]] = [[]]
+    for block in blocks:
+        if sheets[-1] and 84 + sum(b.height for b in sheets[-1]) + block.height > TALL - MARGIN:
+            sheets.append([])
+        sheets[-1].append(block)
+    out = []
+    for number, sheet in enumerate(sheets, 1):
+        of = f"page {number} of {len(sheets)}" if len(sheets) > 1 else ""
+        below = f"{count(layout.world, 'rank')}: {layout.mesh}" + (f", {of}" if of else "")
+        head = _Block(56, partial(_title, d, title, below))
+        out.append(d.document([head, *sheet], f"{title}{', ' if of else ''}{of}", whole=True))
+    return out
 
 
-def _edges(d: _Drawing, xs: dict[int, float], ys: dict[int, float], x: float, bottom: float, *, rows: bool) -> None:
-    """Where the cuts are, as far as there is room."""
-    last = -100.0
-    for value, at in sorted(xs.items()):
-        half = len(str(value)) * 2.7
-        if at - half > last:
-            d.text(at, bottom + 10, str(value), "e", "middle")
-            last = at + half + 3
-    if not rows or len(ys) <= 2:
-        return
-    last = -100.0
-    for value, at in sorted(ys.items()):
-        if at > last + 8:
-            d.text(x - 4, at + 3, str(value), "e", "end")
-            last = at
+def _figure(d: _Drawing, title: str, caption: str, blocks: list[_Block], more: str = "") -> Figure:
+    return Figure(title, caption, d.document(blocks, f"{title}. {caption}{more}"))
+
+
+class _Block(NamedTuple):
+    """What stays together on a page."""
+
+    height: float
+    draw: Callable[[float], None]
+    """Called with the place of its top."""
+
+
+def _nothing(_: float) -> None:
+    """A gap."""
+
+
+def _together(blocks: Sequence[_Block]) -> _Block:
+    def draw(y: float) -> None:
+        for b in blocks:
+            b.draw(y)
+            y += b.height
+
+    return _Block(sum(b.height for b in blocks), draw)
+
+
+def text_width(content: str, size: float) -> float:
+    """At most that wide; letters of other scripts may come from another font, and are taken for twice as wide."""
+    return sum([1 if c.isascii() else 2 for c in content]) * size * ADVANCE
+
+
+class _Drawing:
+    """Elements of the document at hand, and how wide it is."""
+
+    def __init__(self, world: int, paints: Paints, width: int, margin: int = MARGIN) -> None:
+        self.world = world
+        self.paints = paints
+        self.width = width
+        self.margin = margin
+        self.parts: list[str] = []
+
+    @property
+    def room(self) -> float:
+        return self.width - 2 * self.margin
+
+    def text(self, x: float, y: float, content: str, size: float = 12, *, look: str = "", room: float = 0) -> None:
+        """A line; ``look`` has letters: b bold, f faint, m with its middle at x. Shortened where ``room`` is less."""
+        content = plain(content)
+        shown = content
+        while room and len(shown) > 8 and text_width(shown, size) > room:
+            shown = middle(content, len(shown) - 1)
+        if room and text_width(shown, size) > room:
+            return
+        hover = f"<title>{escape(content)}</title>" if shown != content else ""
+        style = f' font-size="{size:g}"' if size != 12 else ""
+        style += ' font-weight="bold"' if "b" in look else ""
+        style += f' fill="{self.paints["faint"]}"' if "f" in look else ""
+        style += ' text-anchor="middle"' if "m" in look else ""
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{style}>{hover}{escape(shown)}</text>')
+
+    def box(
+        self, place: tuple[float, float, float, float], fill: str, title: str = "", *, dashed: bool = False
+    ) -> None:
+        x, y, w, h = place
+        hover = f"<title>{escape(title)}</title>" if title else ""
+        look = f'fill="{self.paints[fill]}" stroke="{self.paints["line"]}"' + (' stroke-dasharray="3 2"' * dashed)
+        close = f">{hover}</rect>" if hover else "/>"
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" {look}{close}')
+
+    def glyph(self, x: float, y: float, axis: int, parts: int) -> None:
+        """A small matrix and where it is cut: lines across for rows, lines down for columns."""
+        step = GLYPH / parts
+        lines = [f"M0 {i * step:.1f}h{GLYPH}" if axis == 0 else f"M{i * step:.1f} 0v{GLYPH}" for i in range(1, parts)]
+        outline = f"M0 0h{GLYPH}v{GLYPH}h-{GLYPH}z"
+        self.parts.append(
+            f'<path transform="translate({x:.1f} {y:.1f})" d="{outline}{"".join(lines)}" fill="none"'
+            f' stroke="{self.paints["faint"]}"/>'
+        )
+
+    def fill(self, owners: Ranks) -> str:
+        """The name of the colour of a cell."""
+        if len(owners) != 1:
+            return "every"
+        if self.world <= 8:
+            return f"rank-{owners[0]}"
+        return f"tint-{8 * owners[0] // self.world}"
+
+    def document(self, blocks: Sequence[_Block], label: str, *, whole: bool = False) -> str:
+        """An ``<svg>`` element; a ``whole`` document has margins and a ground."""
+        self.parts = []
+        y: float = self.margin
+        for b in blocks:
+            b.draw(y)
+            y += b.height
+        height = round(y + self.margin)
+        ground = f'<rect width="{self.width}" height="{height}" fill="{self.paints["paper"]}"/>\n' if whole else ""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}"'
+            f' viewBox="0 0 {self.width} {height}" role="img" aria-label={quoteattr(plain(label))}'
+            f' font-family="{FONT}" font-size="12" fill="{self.paints["ink"]}">\n{ground}'
+            + "\n".join(self.parts)
+            + "\n</svg>\n"
+        )
+
+
+def _title(d: _Drawing, title: str, below: str, y: float) -> None:
+    d.text(d.margin, y + 16, title, 17, look="b", room=d.room)
+    d.text(d.margin, y + 37, below, look="f", room=d.room)
+
+
+def _heading(d: _Drawing, card: Card, y: float) -> None:
+    d.text(d.margin, y + 14, card.title, 14, look="b", room=d.room)
+    d.text(d.margin, y + 32, _amount(card), look="f", room=d.room)
+
+
+def _amount(card: Card) -> str:
+    kinds = f" of {len(card.kinds)} kinds" if len(card.kinds) > 1 else ""
+    return f"{count(card.tensors, 'tensor')}{kinds}, {short(card.nbytes)}"
+
+
+def _names(card: Card) -> str:
+    more = len(card.kinds) - 4
+    return ", ".join([plain(h.name) for h in card.kinds[:4]]) + (f" and {more} more" if more > 0 else "")
+
+
+def _map(d: _Drawing, layout: Layout) -> list[_Block]:
+    """The ranks with their bytes: a row for the ranks of a stage, or for sixteen of them."""
+    strips = folded_strips(stage_strips(layout), MOST_STRIPS)
+    said = {s.ranks: _bytes(layout, s.ranks) for s in strips}
+    aside = max(text_width(t, 11) for t in said.values()) + 14 if len(strips) > 1 else 0.0
+    left = _left(d, strips)
+    out = []
+    for strip in strips:
+        if strip.folds:
+            out.append(_Block(24, partial(_more, d, strip, f", {said[strip.ranks]}")))
+            continue
+        rows = [strip.cells[i : i + PER_ROW] for i in range(0, len(strip.cells), PER_ROW)]
+        columns = PER_ROW if 1 < len(rows) <= MOST_ROWS else 0
+        for row in rows if columns else [strip.cells]:
+            frame = _Frame(left, d.room - left - aside, columns)
+            label = strip.label if row is rows[0] or not columns else ""
+            out.append(_Block(BAR + 3, partial(_bar, d, row, frame, label)))
+        if aside:
+            out[-1] = _beside(d, out[-1], said[strip.ranks], aside - 14)
+        else:
+            out.append(_Block(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
+    return [*out, _Block(14, _nothing)]
+
+
+def _bytes(layout: Layout, owners: Ranks) -> str:
+    """``17.26 GB each``, ``16.74 GB to 17.26 GB``."""
+    sizes = {layout.bytes_of_rank[r] for r in owners}
+    low, high = short(min(sizes)), short(max(sizes))
+    if low != high:
+        return f"{low} to {high}"
+    return low + (" each" if len(owners) > 1 else "")
+
+
+def _below(d: _Drawing, said: str, y: float) -> None:
+    d.text(d.margin, y + 12, said, 11, look="f", room=d.room)
+
+
+def _beside(d: _Drawing, block: _Block, said: str, width: float) -> _Block:
+    def draw(y: float) -> None:
+        block.draw(y)
+        d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
+
+    return _Block(block.height, draw)
+
+
+def _left(d: _Drawing, strips: Sequence[Strip]) -> float:
+    """Room for labels left of strips."""
+    widest = max([text_width(plain(s.label), 11) for s in strips if not s.folds], default=0.0)
+    return min(widest + 12, d.room * 0.36) if widest else 0.0
+
+
+def _strips(d: _Drawing, card: Card) -> list[_Block]:
+    """The strips of a card, below each other, and how the matrix is cut left of them."""
+    shown = folded_strips(card.strips, MOST_STRIPS)
+    drawn = [s for s in shown if not s.folds]
+    aside = len(card.axes) == 1 and len(card.kinds[0].shape) == 2 and drawn[0].place == ""
+    left = _left(d, shown) + (GLYPH + 12 if aside else 0)
+    padded = [h for h in card.kinds if h.padding and card.axes]
+    frame = _Frame(left, d.room - left - (PAD + 4 if padded else 0), indent=GLYPH + 12 if aside else 0)
+    frame = frame._replace(named=all(_placed(d, s.cells, frame) for s in drawn))
+    out = []
+    for strip in shown:
+        if strip.folds:
+            out.append(_Block(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
+            continue
+        by_word = any(c.word for c in strip.cells)
+        noted = by_word or (bool(card.axes) and card.same_edges and strip == shown[-1])
+        block = _Block(BAR + (19 if noted else 4), partial(_bar, d, strip.cells, frame, strip.label, noted=noted))
+        here = next((h for h in padded if set(h.padded) <= set(strip.ranks)), None)
+        block = _with_padding(d, block, here) if here else block
+        out.append(_with_glyph(d, block, card.axes[0], len(drawn[0].cells)) if aside and not out else block)
+    return [*out, _Block(6, _nothing)]
+
+
+def _with_padding(d: _Drawing, block: _Block, padded: Holding) -> _Block:
+    def draw(y: float) -> None:
+        block.draw(y)
+        x = d.margin + d.room - PAD
+        d.box((x, y, PAD, BAR), "paper", f"{padded.padding:,} elements of padding", dashed=True)
+        d.text(x + PAD / 2, y + BAR / 2 + 4, "pad", 10, look="fm")
+
+    return _Block(block.height, draw)
+
+
+def _with_glyph(d: _Drawing, block: _Block, axis: int, parts: int) -> _Block:
+    def draw(y: float) -> None:
+        block.draw(y)
+        d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
+
+    return _Block(block.height, draw)
+
+
+def _more(d: _Drawing, strip: Strip, tail: str, y: float) -> None:
+    label = f": {strip.label}" if strip.label else ""
+    d.text(d.margin, y + 14, f"... {strip.folds:,} more like these{label}{tail}", 11, look="f", room=d.room)
+
+
+class _Frame(NamedTuple):
+    """Where strips are drawn."""
+
+    left: float
+    width: float
+    columns: int = 0
+    """How many cells have room in a row; 0: as many as there are."""
+    named: bool = True
+    """Whether cells say ``rank 3`` and not only ``3``, where there is room for it."""
+    indent: float = 0.0
+    """Of the label."""
+
+
+def _bar(d: _Drawing, cells: Sequence[Cell], frame: _Frame, label: str, y: float, *, noted: bool = False) -> None:
+    """A strip with its label and, where ``noted``, what each cell is below it."""
+    if label:
+        d.text(d.margin + frame.indent, y + BAR / 2 + 4, label, 11, room=frame.left - frame.indent - 8)
+    shown = folded(cells, lambda some: _fits(d, some, frame))
+    placed = _placed(d, shown, frame) or _placed(d, shown, frame._replace(named=False)) or []
+    for cell, (at, w, said) in zip(shown, placed, strict=True):
+        x, hover = d.margin + frame.left + at, ranks_named(cell.ranks) + (f": {cell.note}" if cell.note else "")
+        d.box((x, y, w, BAR), "paper" if cell.folds else d.fill(cell.ranks), hover, dashed=bool(cell.folds))
+        d.text(x + w / 2, y + BAR / 2 + 4, said, look="m")
+        if noted:
+            d.text(x + w / 2, y + BAR + 12, cell.note, 9.5, look="fm", room=w - 2)
+
+
+def _need(d: _Drawing, cell: Cell, *, named: bool) -> float:
+    return text_width(_who(d, cell, named=named), 12) + 10
+
+
+def _fits(d: _Drawing, cells: Sequence[Cell], frame: _Frame) -> bool:
+    return bool(frame.columns) or sum([_need(d, c, named=False) for c in cells]) <= frame.width
+
+
+def _placed(d: _Drawing, cells: Sequence[Cell], frame: _Frame) -> list[tuple[float, float, str]]:
+    """Place, width and label of each cell; [] where they do not fit with names."""
+    shown = folded(cells, lambda some: _fits(d, some, frame))
+    labels = [_who(d, c, named=frame.named and not frame.columns) for c in shown]
+    if frame.columns:
+        each = frame.width / frame.columns
+        return [(i * each, each, label) for i, label in enumerate(labels)]
+    needs = [text_width(label, 12) + 10 for label in labels]
+    if frame.named and sum(needs) > frame.width:
+        return []
+    scaled = not any(c.folds for c in shown)
+    widths = _widths([float(c.share) if scaled else 1 / len(shown) for c in shown], needs, frame.width)
+    return list(zip([sum(widths[:i]) for i in range(len(widths))], widths, labels, strict=True))
+
+
+def _widths(shares: list[float], needs: list[float], width: float) -> list[float]:
+    """Widths by share where each has what it needs; else what they need, and the rest shared out."""
+    total = sum(shares)
+    widths = [width * s / total for s in shares]
+    if all(w >= n for w, n in zip(widths, needs, strict=True)):
+        return widths
+    rest = max(width - sum(needs), 0.0)
+    return [n + rest * s / total for n, s in zip(needs, shares, strict=True)]
+
+
+def _who(d: _Drawing, cell: Cell, *, named: bool) -> str:
+    """The label of a cell."""
+    if cell.folds:
+        together = len(cell.ranks) == cell.ranks[-1] - cell.ranks[0] + 1
+        return f".. {ranks(cell.ranks)} .." if together else f".. {cell.folds:,} more .."
+    if len(cell.ranks) == d.world > 1:
+        return "every rank" if named else ranks_short(cell.ranks)
+    return ranks_named(cell.ranks) if named else ranks_short(cell.ranks)
+
+
+def _kinds(d: _Drawing, card: Card, most: int = 0) -> Iterator[_Block]:
+    """What is cut so: a line for each kind, or two where one would be too long."""
+    shown = card.kinds[:most] if most and len(card.kinds) > most + 1 else card.kinds
+    details = [_details(h) for h in shown]
+    names = max(text_width(plain(h.name), 12) for h in shown) + 18
+    one_line = names + max(text_width(t, 12) for t in details) <= d.room
+    for h, said in zip(shown, details, strict=True):
+        yield _Block(18 if one_line else 33, partial(_kind, d, h, said, names if one_line else 0.0))
+    if len(shown) < len(card.kinds):
+        said = f"and {count(len(card.kinds) - len(shown), 'more kind', 'more kinds')}"
+        yield _Block(18, partial(_kind, d, None, said, 0.0))
+
+
+def _details(holding: Holding) -> str:
+    mine = part(holding)
+    said = [f"{holding.dtype} {shape(holding.shape)}"]
+    said += [f"{holding.count:,} tensors"] if holding.count > 1 else []
+    said += [f"a rank has {mine}"] if mine else []
+    said += [f"{ranks_named(holding.padded)}: {holding.padding:,} of padding"] if holding.padding else []
+    return ", ".join(said)
+
+
+def _kind(d: _Drawing, holding: Holding | None, said: str, aside: float, y: float) -> None:
+    if holding is not None:
+        d.text(d.margin, y + 12, holding.name, room=d.room)
+    if aside or holding is None:
+        d.text(d.margin + aside, y + 12, said, look="f", room=d.room - aside)
+    else:
+        d.text(d.margin + 14, y + 26, said, 11, look="f", room=d.room - 14)

@@ -19,6 +19,8 @@ from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
 from ckpttool.words import ranges
 
 Ranks = tuple[int, ...]
+Which = tuple[tuple[str, tuple[int, ...]], ...]
+"""Which of the numbers in a name: ``(("layers", (0, 1)), ("experts", (0, 1, 2)))``."""
 
 
 class Held(NamedTuple):
@@ -32,10 +34,15 @@ class Held(NamedTuple):
 class Group:
     """Tensors that the same ranks hold in the same way."""
 
-    label: str
-    """Which of the numbers of the name, where that decides: ``layers 0..15, experts 0..31``."""
+    which: Which
+    """The numbers of the name that decide who holds it; () where none does."""
     count: int
     held: tuple[Held, ...]
+
+    @property
+    def label(self) -> str:
+        """``layers 0..15, experts 0..31``."""
+        return ", ".join([f"{word} {ranges(numbers)}" for word, numbers in self.which])
 
     @property
     def ranks(self) -> Ranks:
@@ -55,6 +62,8 @@ class Holding:
     groups: tuple[Group, ...]
     padding: int
     """Elements of padding that the ranks store besides, in one of these tensors."""
+    padded: Ranks = ()
+    """The ranks that store them."""
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -74,9 +83,11 @@ class Layout:
     holdings: tuple[Holding, ...]
     bytes_of_rank: dict[int, int]
     """Bytes of tensors that each rank stores, copies and padding included."""
+    stages: tuple[tuple[Which, Ranks], ...] = ()
+    """Ranks that hold the same layers, and which these are; () where all hold the same."""
 
 
-_Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int]
+_Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int, Ranks]
 
 
 def layout_of(listing: Listing) -> Layout:
@@ -96,15 +107,31 @@ def layout_of(listing: Listing) -> Layout:
             pattern = known[raw] = _pattern(tensor, holders)
         kinds.setdefault((template, tensor.dtype, tensor.shape), {}).setdefault(pattern, []).append(numbers)
     holdings = []
+    layers: dict[str, dict[int, set[int]]] = {}
     for (template, dtype, shape), patterns in kinds.items():
+        for (_, _, held, *_), alike in patterns.items() if SLOT in template else ():
+            mine = layers.setdefault(_words(template)[0], {})
+            for rank in {r for h in held for r in h.ranks}:
+                mine.setdefault(rank, set()).update({n[0] for n in alike})
         everything = [n for alike in patterns.values() for n in alike]
         slots = _slots(everything)
         groups = []
-        for (_, _, held, _), alike in patterns.items():
-            groups += [Group(label, count, held) for label, count in _labels(template, alike, slots)]
-        padding = max(p[3] for p in patterns)
-        holdings.append(Holding(_fill(template, slots), dtype, shape, len(everything), tuple(groups), padding))
-    return Layout(holders.text, holders.world, tuple(holdings), stored)
+        for (_, _, held, *_), alike in patterns.items():
+            groups += [Group(which, count, held) for which, count in _decisive(template, alike, slots)]
+        padding, padded = max(p[3:] for p in patterns)
+        name = _fill(template, slots)
+        holdings.append(Holding(name, dtype, shape, len(everything), tuple(groups), padding, padded))
+    return Layout(holders.text, holders.world, tuple(holdings), stored, _stages(layers, holders.world))
+
+
+def _stages(layers: dict[str, dict[int, set[int]]], world: int) -> tuple[tuple[Which, Ranks], ...]:
+    """Ranks by the layers that they hold something of, in the order of the ranks."""
+    telling = {w: mine for w, mine in layers.items() if any(mine.get(r) != mine.get(0) for r in range(world))}
+    found: dict[Which, list[int]] = {}
+    for rank in range(world):
+        which = tuple((word, tuple(sorted(mine[rank]))) for word, mine in telling.items() if rank in mine)
+        found.setdefault(which, []).append(rank)
+    return tuple((which, tuple(mine)) for which, mine in found.items()) if len(found) > 1 else ()
 
 
 def _raw_pattern(tensor: LogicalTensor, holders: Holders) -> tuple[object, ...]:
@@ -121,7 +148,8 @@ def _pattern(tensor: LogicalTensor, holders: Holders) -> _Pattern:
             continue  # of an empty tensor
         owners.setdefault(p.logical_box, set()).add(holders.rank(p.stored))
     held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
-    return (tensor.dtype, tensor.shape, tuple(held), sum(p.stored_box.volume for p in tensor.pads))
+    padded = tuple(sorted({holders.rank(p.stored) for p in tensor.pads}))
+    return (tensor.dtype, tensor.shape, tuple(held), sum(p.stored_box.volume for p in tensor.pads), padded)
 
 
 def merge(held: Iterable[Held]) -> list[Held]:
@@ -153,8 +181,13 @@ def _fill(template: str, slots: list[frozenset[int]]) -> str:
     return out
 
 
-def _labels(template: str, numbers: list[tuple[int, ...]], slots: list[frozenset[int]]) -> list[tuple[str, int]]:
-    """What tells these tensors from the others of their kind; several labels when no product of ranges does."""
+def _words(template: str) -> list[str]:
+    """What is numbered: ``layers``, ``experts``."""
+    return [part.rstrip(".").rpartition(".")[2] for part in template.split(SLOT)[:-1]]
+
+
+def _decisive(template: str, numbers: list[tuple[int, ...]], slots: list[frozenset[int]]) -> list[tuple[Which, int]]:
+    """What tells these tensors from the others of their kind; several when no product of ranges does."""
     found = _slots(numbers)
     if prod(len(s) for s in found) == len(numbers):
         products = [found]
@@ -172,11 +205,11 @@ def _labels(template: str, numbers: list[tuple[int, ...]], slots: list[frozenset
                 products.append([frozenset(firsts), *_slots(tails)])
             else:
                 products += [[frozenset(firsts), *(frozenset([n]) for n in tail)] for tail in tails]
-    words = [part.rstrip(".").rpartition(".")[2] for part in template.split(SLOT)[:-1]]
     out = []
     for values in products:
-        named = [f"{w} {ranges(v)}" for w, v, every in zip(words, values, slots, strict=True) if v != every]
-        out.append((", ".join(named), prod(len(v) for v in values)))
+        named = zip(_words(template), values, slots, strict=True)
+        which = tuple((word, tuple(sorted(v))) for word, v, every in named if v != every)
+        out.append((which, prod(len(v) for v in values)))
     return out
 
 
