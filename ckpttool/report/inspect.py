@@ -66,7 +66,7 @@ def show_inspect(
         else:
             show_tree(listing, depth=question.depth, as_json=as_json)
     elif isinstance(answer, LayoutView):
-        show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json)
+        show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json, quiet=quiet)
     elif isinstance(answer, TensorStats):
         show_values(answer, as_json=as_json)
     elif isinstance(answer, Totalled):
@@ -321,13 +321,18 @@ def show_metadata(listing: Listing, metadata: dict[str, dict[str, str]], *, as_j
             text.write("  no metadata\n")
 
 
-def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: bool) -> None:
-    """Who holds what: text or JSON on stdout, and a picture in a file."""
+def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: bool, quiet: bool) -> None:
+    """Who holds what: text or JSON on stdout, and pictures in files, ``FILE-2.svg`` the second page."""
     if svg is not None:
         from ckpttool.report.files import save
-        from ckpttool.report.svg import picture
+        from ckpttool.report.svg import pages
 
-        save(svg, picture(layout, f"{resolved(listing.path).name}: who holds what"), "the picture")
+        drawn = pages(layout, f"{resolved(listing.path).name}: who holds what")
+        names = [svg, *(svg.with_name(f"{svg.stem}-{n}{svg.suffix}") for n in range(2, len(drawn) + 1))]
+        for name, page in zip(names, drawn, strict=True):
+            save(name, page, "the picture")
+        if len(names) > 1 and not quiet:
+            text.notes([f"{len(names)} pages: {', '.join(map(str, names))}"])
     if as_json:
         holdings = [
             {

@@ -7,6 +7,7 @@ those between, and the last. Pure: nothing here knows how wide a letter is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -208,7 +209,7 @@ def alike(first: Cell, second: Cell) -> bool:
     return (
         len(first.ranks) == len(second.ranks)
         and first.word == second.word
-        and abs(first.share - second.share) * 8 <= first.share  # a rest that makes one a little larger does not matter
+        and abs(first.share - second.share) * 4 <= first.share  # a rest that makes one a little larger does not matter
         and len({b - a for a, b in zip(first.ranks, second.ranks, strict=True)}) == 1
     )
 
@@ -221,11 +222,14 @@ def folded(cells: Sequence[Cell], fits: Callable[[Sequence[Cell]], bool]) -> tup
     for run in _series(cells, alike):
         keep = len(run) <= HEAD + TAIL + 1
         out += run if keep else [*run[:HEAD], _fold(run[HEAD:-TAIL]), *run[-TAIL:]]
-    head = len(out)
-    while not fits(out) and head > 0:
-        head -= 1
-        out = [*cells[:head], _fold(cells[head:-TAIL]), *cells[-TAIL:]]
-    return tuple(out)
+    if fits(out):
+        return tuple(out)
+
+    def first(head: int) -> list[Cell]:
+        return [*cells[:head], _fold(cells[head:-TAIL]), *cells[-TAIL:]]
+
+    too_many = bisect_left(range(1, len(cells) - TAIL), 1, key=lambda head: not fits(first(head)))
+    return tuple(first(too_many))
 
 
 def _fold(cells: Sequence[Cell]) -> Cell:

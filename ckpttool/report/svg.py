@@ -248,7 +248,7 @@ def _map(d: _Drawing, layout: Layout) -> list[_Block]:
     out = []
     for strip in strips:
         if strip.folds:
-            out.append(_Block(24, partial(_more, d, strip, f", {said[strip.ranks]}")))
+            out.append(_Block(24, partial(_more, d, strip, f", {ranks_named(strip.ranks)}, {said[strip.ranks]}")))
             continue
         rows = [strip.cells[i : i + PER_ROW] for i in range(0, len(strip.cells), PER_ROW)]
         columns = PER_ROW if 1 < len(rows) <= MOST_ROWS else 0
