@@ -94,7 +94,7 @@ def cards(layout: Layout) -> list[Card]:
     """A card for each way of being held, most bytes first."""
     found: dict[tuple[object, ...], tuple[tuple[Strip, ...], list[Holding]]] = {}
     for h in layout.holdings:
-        strips = _strips(h)
+        strips = strips_of(h)
         shape = tuple((s.which, s.place, tuple((c.ranks, c.word, c.share) for c in s.cells)) for s in strips)
         found.setdefault((h.cut_axes, shape), (strips, []))[1].append(h)
     out = []
@@ -103,7 +103,7 @@ def cards(layout: Layout) -> list[Card]:
         title = _title(strips, kinds[0], layout.world)
         total = sum(map(_nbytes, kinds))
         out.append(
-            Card(title, strips if len(kinds) == 1 else _strips(kinds[0]), kinds[0].cut_axes, tuple(kinds), total)
+            Card(title, strips if len(kinds) == 1 else strips_of(kinds[0]), kinds[0].cut_axes, tuple(kinds), total)
         )
     return sorted(out, key=lambda c: -c.nbytes)
 
@@ -148,7 +148,8 @@ def _how(strips: Sequence[Strip], kind: Holding) -> str:
 FLAT = "in row-major order"
 
 
-def _strips(holding: Holding) -> tuple[Strip, ...]:
+def strips_of(holding: Holding) -> tuple[Strip, ...]:
+    """A strip for each group of a kind, and for each place along other axes that are cut."""
     axes, groups = holding.cut_axes, holding.groups
     if not axes and len(groups) > 1 and all(g.which for g in groups):
         rows: dict[Which, list[Cell]] = {}

@@ -86,7 +86,7 @@ class Figure(NamedTuple):
 
 def figures(layout: Layout) -> list[Figure]:
     """The layout as pictures for a page, in the colours of its custom properties: the ranks, then the cuts."""
-    d = _Drawing(layout.world, OF_PAGE, FIGURE, margin=2)
+    d = Drawing(layout.world, OF_PAGE, FIGURE, margin=2)
     out = [_figure(d, "Ranks", f"{count(layout.world, 'rank')}: {layout.mesh}", _map(d, layout))]
     for card in cards(layout):
         blocks = [*_strips(d, card), *_kinds(d, card, MOST_KINDS)]
@@ -96,12 +96,12 @@ def figures(layout: Layout) -> list[Figure]:
 
 def pages(layout: Layout, title: str, paints: Paints | None = None) -> list[str]:
     """Whole SVG documents, one for each page."""
-    d = _Drawing(layout.world, paints or LIGHT, PAGE)
+    d = Drawing(layout.world, paints or LIGHT, PAGE)
     blocks = _map(d, layout)
     for card in cards(layout):
-        head, *strips = [_Block(46, partial(_heading, d, card)), *_strips(d, card)]
-        blocks += [_together([head, *strips]), *_kinds(d, card), _Block(14, _nothing)]
-    sheets: list[list[_Block]] = [[]]
+        head, *strips = [Block(46, partial(_heading, d, card)), *_strips(d, card)]
+        blocks += [_together([head, *strips]), *_kinds(d, card), Block(14, _nothing)]
+    sheets: list[list[Block]] = [[]]
     for block in blocks:
         if sheets[-1] and 84 + sum(b.height for b in sheets[-1]) + block.height > TALL - MARGIN:
             sheets.append([])
@@ -110,16 +110,16 @@ def pages(layout: Layout, title: str, paints: Paints | None = None) -> list[str]
     for number, sheet in enumerate(sheets, 1):
         of = f"page {number} of {len(sheets)}" if len(sheets) > 1 else ""
         below = f"{count(layout.world, 'rank')}: {layout.mesh}" + (f", {of}" if of else "")
-        head = _Block(56, partial(_title, d, title, below))
+        head = Block(56, partial(_title, d, title, below))
         out.append(d.document([head, *sheet], f"{title}{', ' if of else ''}{of}", whole=True))
     return out
 
 
-def _figure(d: _Drawing, title: str, caption: str, blocks: list[_Block], more: str = "") -> Figure:
+def _figure(d: Drawing, title: str, caption: str, blocks: list[Block], more: str = "") -> Figure:
     return Figure(title, caption, d.document(blocks, f"{title}. {caption}{more}"))
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """What stays together on a page."""
 
     height: float
@@ -131,13 +131,13 @@ def _nothing(_: float) -> None:
     """A gap."""
 
 
-def _together(blocks: Sequence[_Block]) -> _Block:
+def _together(blocks: Sequence[Block]) -> Block:
     def draw(y: float) -> None:
         for b in blocks:
             b.draw(y)
             y += b.height
 
-    return _Block(sum(b.height for b in blocks), draw)
+    return Block(sum(b.height for b in blocks), draw)
 
 
 def text_width(content: str, size: float) -> float:
@@ -145,7 +145,7 @@ def text_width(content: str, size: float) -> float:
     return sum([1 if c.isascii() else 2 for c in content]) * size * ADVANCE
 
 
-class _Drawing:
+class Drawing:
     """Elements of the document at hand, and how wide it is."""
 
     def __init__(self, world: int, paints: Paints, width: int, margin: int = MARGIN) -> None:
@@ -185,13 +185,19 @@ class _Drawing:
 
     def glyph(self, x: float, y: float, axis: int, parts: int) -> None:
         """A small matrix and where it is cut: lines across for rows, lines down for columns."""
-        step = GLYPH / parts
-        lines = [f"M0 {i * step:.1f}h{GLYPH}" if axis == 0 else f"M{i * step:.1f} 0v{GLYPH}" for i in range(1, parts)]
-        outline = f"M0 0h{GLYPH}v{GLYPH}h-{GLYPH}z"
-        self.parts.append(
-            f'<path transform="translate({x:.1f} {y:.1f})" d="{outline}{"".join(lines)}" fill="none"'
-            f' stroke="{self.paints["faint"]}"/>'
-        )
+        steps = [i * GLYPH / parts for i in range(1, parts)]
+        lines = [f"M{x:.1f} {y + s:.1f}h{GLYPH}" if axis == 0 else f"M{x + s:.1f} {y:.1f}v{GLYPH}" for s in steps]
+        outline = f"h{GLYPH}v{GLYPH}h-{GLYPH}z"
+        self.line(f"M{x:.1f} {y:.1f}" + outline + "".join(lines))
+
+    def line(self, path: str) -> None:
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{self.paints["faint"]}"/>')
+
+    def like(self, world: int) -> Drawing:
+        """The same drawing, with the colours of so many ranks."""
+        other = Drawing(world, self.paints, self.width, self.margin)
+        other.parts = self.parts
+        return other
 
     def fill(self, owners: Ranks) -> str:
         """The name of the colour of a cell."""
@@ -201,9 +207,9 @@ class _Drawing:
             return f"rank-{owners[0]}"
         return f"tint-{8 * owners[0] // self.world}"
 
-    def document(self, blocks: Sequence[_Block], label: str, *, whole: bool = False) -> str:
+    def document(self, blocks: Sequence[Block], label: str, *, whole: bool = False) -> str:
         """An ``<svg>`` element; a ``whole`` document has margins and a ground."""
-        self.parts = []
+        self.parts.clear()
         y: float = self.margin
         for b in blocks:
             b.draw(y)
@@ -219,12 +225,12 @@ class _Drawing:
         )
 
 
-def _title(d: _Drawing, title: str, below: str, y: float) -> None:
+def _title(d: Drawing, title: str, below: str, y: float) -> None:
     d.text(d.margin, y + 16, title, 17, look="b", room=d.room)
     d.text(d.margin, y + 37, below, look="f", room=d.room)
 
 
-def _heading(d: _Drawing, card: Card, y: float) -> None:
+def _heading(d: Drawing, card: Card, y: float) -> None:
     d.text(d.margin, y + 14, card.title, 14, look="b", room=d.room)
     d.text(d.margin, y + 32, _amount(card), look="f", room=d.room)
 
@@ -239,7 +245,7 @@ def _names(card: Card) -> str:
     return ", ".join([plain(h.name) for h in card.kinds[:4]]) + (f" and {more} more" if more > 0 else "")
 
 
-def _map(d: _Drawing, layout: Layout) -> list[_Block]:
+def _map(d: Drawing, layout: Layout) -> list[Block]:
     """The ranks with their bytes: a row for the ranks of a stage, or for sixteen of them."""
     strips = folded_strips(stage_strips(layout), MOST_STRIPS)
     said = {s.ranks: _bytes(layout, s.ranks) for s in strips}
@@ -248,19 +254,19 @@ def _map(d: _Drawing, layout: Layout) -> list[_Block]:
     out = []
     for strip in strips:
         if strip.folds:
-            out.append(_Block(24, partial(_more, d, strip, f", {ranks_named(strip.ranks)}, {said[strip.ranks]}")))
+            out.append(Block(24, partial(_more, d, strip, f", {ranks_named(strip.ranks)}, {said[strip.ranks]}")))
             continue
         rows = [strip.cells[i : i + PER_ROW] for i in range(0, len(strip.cells), PER_ROW)]
         columns = PER_ROW if 1 < len(rows) <= MOST_ROWS else 0
         for row in rows if columns else [strip.cells]:
-            frame = _Frame(left, d.room - left - aside, columns)
+            frame = Frame(left, d.room - left - aside, columns)
             label = strip.label if row is rows[0] or not columns else ""
-            out.append(_Block(BAR + 3, partial(_bar, d, row, frame, label)))
+            out.append(Block(BAR + 3, partial(bar, d, row, frame, label)))
         if aside:
             out[-1] = _beside(d, out[-1], said[strip.ranks], aside - 14)
         else:
-            out.append(_Block(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
-    return [*out, _Block(14, _nothing)]
+            out.append(Block(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
+    return [*out, Block(14, _nothing)]
 
 
 def _bytes(layout: Layout, owners: Ranks) -> str:
@@ -272,71 +278,76 @@ def _bytes(layout: Layout, owners: Ranks) -> str:
     return low + (" each" if len(owners) > 1 else "")
 
 
-def _below(d: _Drawing, said: str, y: float) -> None:
+def _below(d: Drawing, said: str, y: float) -> None:
     d.text(d.margin, y + 12, said, 11, look="f", room=d.room)
 
 
-def _beside(d: _Drawing, block: _Block, said: str, width: float) -> _Block:
+def _beside(d: Drawing, block: Block, said: str, width: float) -> Block:
     def draw(y: float) -> None:
         block.draw(y)
         d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
 
-    return _Block(block.height, draw)
+    return Block(block.height, draw)
 
 
-def _left(d: _Drawing, strips: Sequence[Strip]) -> float:
+def _left(d: Drawing, strips: Sequence[Strip]) -> float:
     """Room for labels left of strips."""
     widest = max([text_width(plain(s.label), 11) for s in strips if not s.folds], default=0.0)
     return min(widest + 12, d.room * 0.36) if widest else 0.0
 
 
-def _strips(d: _Drawing, card: Card) -> list[_Block]:
+def _strips(d: Drawing, card: Card) -> list[Block]:
     """The strips of a card, below each other, and how the matrix is cut left of them."""
     shown = folded_strips(card.strips, MOST_STRIPS)
     drawn = [s for s in shown if not s.folds]
     aside = len(card.axes) == 1 and len(card.kinds[0].shape) == 2 and drawn[0].place == ""
     left = _left(d, shown) + (GLYPH + 12 if aside else 0)
     padded = [h for h in card.kinds if h.padding and card.axes]
-    frame = _Frame(left, d.room - left - (PAD + 4 if padded else 0), indent=GLYPH + 12 if aside else 0)
+    frame = Frame(left, d.room - left - (PAD + 4 if padded else 0), indent=GLYPH + 12 if aside else 0)
     frame = frame._replace(named=all(_placed(d, s.cells, frame) for s in drawn))
     out = []
     for strip in shown:
         if strip.folds:
-            out.append(_Block(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
+            out.append(Block(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
             continue
         by_word = any(c.word for c in strip.cells)
         noted = by_word or (bool(card.axes) and card.same_edges and strip == shown[-1])
-        block = _Block(BAR + (19 if noted else 4), partial(_bar, d, strip.cells, frame, strip.label, noted=noted))
+        block = Block(BAR + (19 if noted else 4), partial(bar, d, strip.cells, frame, strip.label, noted=noted))
         here = next((h for h in padded if set(h.padded) <= set(strip.ranks)), None)
         block = _with_padding(d, block, here) if here else block
         out.append(_with_glyph(d, block, card.axes[0], len(drawn[0].cells)) if aside and not out else block)
-    return [*out, _Block(6, _nothing)]
+    return [*out, Block(6, _nothing)]
 
 
-def _with_padding(d: _Drawing, block: _Block, padded: Holding) -> _Block:
+def _with_padding(d: Drawing, block: Block, padded: Holding) -> Block:
     def draw(y: float) -> None:
         block.draw(y)
-        x = d.margin + d.room - PAD
-        d.box((x, y, PAD, BAR), "paper", f"{padded.padding:,} elements of padding", dashed=True)
-        d.text(x + PAD / 2, y + BAR / 2 + 4, "pad", 10, look="fm")
+        padding(d, padded, y)
 
-    return _Block(block.height, draw)
+    return Block(block.height, draw)
 
 
-def _with_glyph(d: _Drawing, block: _Block, axis: int, parts: int) -> _Block:
+def padding(d: Drawing, padded: Holding, y: float) -> None:
+    """At the end of a strip that leaves room for it."""
+    x = d.margin + d.room - PAD
+    d.box((x, y, PAD, BAR), "paper", f"{padded.padding:,} elements of padding", dashed=True)
+    d.text(x + PAD / 2, y + BAR / 2 + 4, "pad", 10, look="fm")
+
+
+def _with_glyph(d: Drawing, block: Block, axis: int, parts: int) -> Block:
     def draw(y: float) -> None:
         block.draw(y)
         d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
 
-    return _Block(block.height, draw)
+    return Block(block.height, draw)
 
 
-def _more(d: _Drawing, strip: Strip, tail: str, y: float) -> None:
+def _more(d: Drawing, strip: Strip, tail: str, y: float) -> None:
     label = f": {strip.label}" if strip.label else ""
     d.text(d.margin, y + 14, f"... {strip.folds:,} more like these{label}{tail}", 11, look="f", room=d.room)
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
     """Where strips are drawn."""
 
     left: float
@@ -349,7 +360,7 @@ class _Frame(NamedTuple):
     """Of the label."""
 
 
-def _bar(d: _Drawing, cells: Sequence[Cell], frame: _Frame, label: str, y: float, *, noted: bool = False) -> None:
+def bar(d: Drawing, cells: Sequence[Cell], frame: Frame, label: str, y: float, *, noted: bool = False) -> None:
     """A strip with its label and, where ``noted``, what each cell is below it."""
     if label:
         d.text(d.margin + frame.indent, y + BAR / 2 + 4, label, 11, room=frame.left - frame.indent - 8)
@@ -363,15 +374,15 @@ def _bar(d: _Drawing, cells: Sequence[Cell], frame: _Frame, label: str, y: float
             d.text(x + w / 2, y + BAR + 12, cell.note, 9.5, look="fm", room=w - 2)
 
 
-def _need(d: _Drawing, cell: Cell, *, named: bool) -> float:
+def _need(d: Drawing, cell: Cell, *, named: bool) -> float:
     return text_width(_who(d, cell, named=named), 12) + 10
 
 
-def _fits(d: _Drawing, cells: Sequence[Cell], frame: _Frame) -> bool:
+def _fits(d: Drawing, cells: Sequence[Cell], frame: Frame) -> bool:
     return bool(frame.columns) or sum([_need(d, c, named=False) for c in cells]) <= frame.width
 
 
-def _placed(d: _Drawing, cells: Sequence[Cell], frame: _Frame) -> list[tuple[float, float, str]]:
+def _placed(d: Drawing, cells: Sequence[Cell], frame: Frame) -> list[tuple[float, float, str]]:
     """Place, width and label of each cell; [] where they do not fit with names."""
     shown = folded(cells, lambda some: _fits(d, some, frame))
     labels = [_who(d, c, named=frame.named and not frame.columns) for c in shown]
@@ -396,7 +407,7 @@ def _widths(shares: list[float], needs: list[float], width: float) -> list[float
     return [n + rest * s / total for n, s in zip(needs, shares, strict=True)]
 
 
-def _who(d: _Drawing, cell: Cell, *, named: bool) -> str:
+def _who(d: Drawing, cell: Cell, *, named: bool) -> str:
     """The label of a cell."""
     if cell.folds:
         together = len(cell.ranks) == cell.ranks[-1] - cell.ranks[0] + 1
@@ -406,17 +417,17 @@ def _who(d: _Drawing, cell: Cell, *, named: bool) -> str:
     return ranks_named(cell.ranks) if named else ranks_short(cell.ranks)
 
 
-def _kinds(d: _Drawing, card: Card, most: int = 0) -> Iterator[_Block]:
+def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[Block]:
     """What is cut so: a line for each kind, or two where one would be too long."""
     shown = card.kinds[:most] if most and len(card.kinds) > most + 1 else card.kinds
     details = [_details(h) for h in shown]
     names = max(text_width(plain(h.name), 12) for h in shown) + 18
     one_line = names + max(text_width(t, 12) for t in details) <= d.room
     for h, said in zip(shown, details, strict=True):
-        yield _Block(18 if one_line else 33, partial(_kind, d, h, said, names if one_line else 0.0))
+        yield Block(18 if one_line else 33, partial(_kind, d, h, said, names if one_line else 0.0))
     if len(shown) < len(card.kinds):
         said = f"and {count(len(card.kinds) - len(shown), 'more kind', 'more kinds')}"
-        yield _Block(18, partial(_kind, d, None, said, 0.0))
+        yield Block(18, partial(_kind, d, None, said, 0.0))
 
 
 def _details(holding: Holding) -> str:
@@ -428,7 +439,7 @@ def _details(holding: Holding) -> str:
     return ", ".join(said)
 
 
-def _kind(d: _Drawing, holding: Holding | None, said: str, aside: float, y: float) -> None:
+def _kind(d: Drawing, holding: Holding | None, said: str, aside: float, y: float) -> None:
     if holding is not None:
         d.text(d.margin, y + 12, holding.name, room=d.room)
     if aside or holding is None:

@@ -147,14 +147,14 @@ def test_text_can_be_read_on_every_colour(theme: dict[str, str]) -> None:
 
 def test_few_ranks_have_a_colour_each_and_many_a_place_in_a_row() -> None:
     def fills(name: str) -> list[str]:
-        d = svg._Drawing(of(name).world, svg.LIGHT, 100)
+        d = svg.Drawing(of(name).world, svg.LIGHT, 100)
         return [d.fill((r,)) for r in range(of(name).world)]
 
     assert len(set(fills("tp8"))) == 8
     many = fills("tp64")
     assert many == sorted(many)
     assert len(set(many)) == 8
-    assert svg._Drawing(64, svg.LIGHT, 100).fill((1, 2)) == "every"
+    assert svg.Drawing(64, svg.LIGHT, 100).fill((1, 2)) == "every"
 
 
 def test_pages_of_a_printer_know_no_variables() -> None:
