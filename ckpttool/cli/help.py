@@ -23,7 +23,7 @@ _FIRST = {
 """The options that most people use, by the names of their parameters."""
 
 _GROUPS = (
-    ("What to show", "files ranks svg stats histogram digest total show metadata findings sort depth"),
+    ("What to show", "checkpoints files ranks svg stats histogram digest total show metadata findings sort depth"),
     ("Comparison", "atol rtol"),
     ("How to merge", "list_methods seed rng missing vocab allow_nonfinite card"),
     ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
@@ -74,6 +74,7 @@ EXAMPLES = {
         "ckpttool inspect llama_tp8",
         "ckpttool inspect llama_tp8 --check",
         "ckpttool inspect llama_tp8 --diff llama_hf --values",
+        "ckpttool inspect run --diff step-1000 step-2000 --values",
     ),
     "fp8-cast": (
         "ckpttool fp8-cast llama llama_fp8 --recipe block",

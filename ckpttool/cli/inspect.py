@@ -18,6 +18,9 @@ from ckpttool.words import one_of
 class Views:
     """What to show; under the names that InspectRequest has for it."""
 
+    checkpoints: Annotated[
+        bool, flag("--checkpoints", "List the checkpoints of a run: step, size, format, complete or not.")
+    ] = False
     list_: Annotated[bool, flag("--list", "One tensor a line.")] = False
     files: Annotated[bool, flag("--files", "One file a line.")] = False
     ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False
@@ -65,6 +68,9 @@ class Views:
 def inspect(
     *,
     src: options.Src,
+    second: Annotated[
+        str, options.argument("SECOND", "With --diff FIRST, where SRC is a run: compare two of its checkpoints.")
+    ] = "",
     view: Views,
     filter_: Annotated[
         list[str] | None, value("--filter", "PATTERN", "Only these tensors: a glob or re:REGEX.")
@@ -95,7 +101,7 @@ def inspect(
     choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
     asked = {name.rstrip("_"): said for name, said in vars(view).items() if name != "findings"}
     asked |= {"show": tuple(view.show or ()), "findings": bool(files)}
-    question = InspectRequest(choice, **asked, on=on)
+    question = InspectRequest(choice, **asked, second=second, on=on)
     answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
     report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
     if not answer.ok:

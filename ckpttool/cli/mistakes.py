@@ -120,10 +120,6 @@ def _usage_error(e: Any) -> UsageError:
         return UsageError(f"{option} {_wrong(e.message, e.param.opts)}", hint=f"see `{path} --help`")
     if "unexpected extra argument" in e.message:
         words = e.message.rpartition("(")[2].removesuffix(")").split()
-        if name == "inspect" and len(words) == 1 and os.path.lexists(words[0]):
-            return UsageError(
-                f"there is more than {path} takes: {words[0]}", hint=f"to compare: --diff {shlex.quote(words[0])}"
-            )
         shown = " ".join(words[:3]) + (" ..." if len(words) > 3 else "")
         return UsageError(
             f"there is more than {path} takes: {shown}",

@@ -6,12 +6,13 @@ Imported formats only; adding one is adding its module here.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.containers.index import set_of
-from ckpttool.errors import ConflictError, UnsupportedError, UsageError
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.gguf import Gguf
@@ -20,6 +21,8 @@ from ckpttool.formats.megatron import Megatron, MegatronDist
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.parts import Diffusers, MultiPart, SentenceTransformers
 from ckpttool.formats.ranks import Ranks
+from ckpttool.formats.runs import Run, RunError, is_run, named_saves
+from ckpttool.formats.runs import find as find_run
 from ckpttool.formats.torch import (
     ByteCheckpoint,
     DeepSpeed,
@@ -33,6 +36,7 @@ from ckpttool.formats.torch import (
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
 from ckpttool.storage.place import Place, scan
+from ckpttool.words import count, some
 
 _T = TypeVar("_T")
 
@@ -87,6 +91,8 @@ ALSO_CALLED = {
     **dict.fromkeys(("megatron-lm", "mp_rank"), "megatron"),
 }
 """What people say for a format; only for hints."""
+_TRIED = 3
+"""Checkpoints of a run that are opened to name one that can be."""
 _OF_RANKS = (".safetensors", ".pth")
 """Ends of the names of files that may be one rank's, and can be read without the others."""
 _NO_SELECT = (
@@ -123,9 +129,7 @@ def _named(known: Mapping[str, _T], name: str, option: str) -> _T:
 
 def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
     """The format that a source looks most like. Raises ConflictError with the candidates when several are equal."""
-    readers = list(among) or list(READERS.values())
-    sure = {f.name: f.detect(listing) for f in readers}
-    found = [f for f in readers if sure[f.name] and sure[f.name] == max(sure.values())]
+    found = _surest(listing, among)
     if len(found) == 1:
         return found[0]
     if found:
@@ -134,8 +138,7 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
             where=str(listing.root),
             hint=f"choose one: {' or '.join('--from ' + f.name for f in found)}",
         )
-    if listing.safetensors():
-        return READERS["hf"]
+    _refuse_run(listing)
     folders = _folders(listing)
     below = lost(listing) or (_below(listing.root, folders) if isinstance(listing.root, Path) else "")
     stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
@@ -153,6 +156,60 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
         or _elsewhere(listing, folders)
         or "give the directory that holds the weight files; formats: " + ", ".join(READERS),
     )
+
+
+def _surest(listing: Listing, among: Iterable[Reader] = ()) -> list[Reader]:
+    """The formats that a source looks most like; [] where none knows it."""
+    readers = list(among) or list(READERS.values())
+    sure = {f.name: f.detect(listing) for f in readers}
+    found = [f for f in readers if sure[f.name] and sure[f.name] == max(sure.values())]
+    return found or ([READERS["hf"]] if listing.safetensors() else [])
+
+
+def recognise(listing: Listing) -> str:
+    """The format of a checkpoint by its names, the first where it could be several; "" where there is none."""
+    try:
+        return next((f.name for f in _surest(listing)), "")
+    except (
+        CkptError
+    ):  # a small file that says which it is cannot be read: it is somebody's checkpoint, or was to be one
+        return ""
+
+
+def run_at(path: Place) -> Run:
+    """The checkpoints that lie in a directory. Raises UsageError when it does not exist."""
+    return find_run(list_source(path), recognise)
+
+
+def _refuse_run(listing: Listing) -> None:
+    """Raises RunError for a directory of several checkpoints."""
+    if isinstance(listing.root, Path):
+        run = find_run(listing, recognise)
+        names = [s.name for s in run.saves] if is_run(run) else []
+    else:  # as in _elsewhere, by names alone
+        names = named_saves(listing)
+    if not names:
+        return
+    root = str(listing.root)
+    best = next((n for n in (*reversed(names[-_TRIED:]), "") if n == "" or _can_be_read(listing.root / n)), "")
+    newest = f"the newest that is complete is {best}: {listing.root / best}; " if best else ""
+    raise RunError(
+        f"this is a directory of {count(len(names), 'checkpoint')}, and one is needed",
+        where=[root, f"checkpoints: {some(names[::-1], 6)}"],
+        hint=f"{newest}`ckpttool inspect {shlex.quote(root)}` lists them",
+    )
+
+
+def _can_be_read(path: Place) -> bool:
+    """Whether the headers of a checkpoint are sound; of one elsewhere nobody looks."""
+    if not isinstance(path, Path):
+        return False
+    try:
+        listing = list_source(path)
+        found = _surest(listing)  # not detect(), which would look for checkpoints below this one
+        return bool(found) and bool(found[0].read(listing, ReadOptions()))
+    except CkptError:
+        return False
 
 
 def _folders(listing: Listing) -> list[str]:

@@ -14,6 +14,7 @@ from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
 from ckpttool.report.drift import drift_json, show_drift
 from ckpttool.report.findings import folded, write_findings
+from ckpttool.report.runs import show_run
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, dump, pick, shape, size
 from ckpttool.storage.place import resolved
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.identity import Identity
     from ckpttool.ops.inspect.listing import ComponentTotal, FileRow, Listing
+    from ckpttool.ops.inspect.runs import RunListing
     from ckpttool.ops.inspect.tree import Line
     from ckpttool.ops.inspect.values import Slice, Values
 
@@ -35,7 +37,7 @@ BAR = 50
 
 
 def show_inspect(
-    answer: View | ImportsResult | CheckResult | DiffResult,
+    answer: View | ImportsResult | CheckResult | DiffResult | RunListing,
     *,
     as_json: bool,
     quiet: bool = False,
@@ -81,7 +83,12 @@ def show_inspect(
         if not write_findings(answer, findings):
             show_check(answer, as_json=as_json, quiet=quiet)
     elif not isinstance(answer, View):
-        show_diff(answer, as_json=as_json, quiet=quiet)
+        from ckpttool.ops.inspect.runs import RunListing
+
+        if isinstance(answer, RunListing):
+            show_run(answer, as_json=as_json, quiet=quiet)
+        else:
+            show_diff(answer, as_json=as_json, quiet=quiet)
 
 
 def _head(listing: Listing, view: str) -> dict[str, Any]:

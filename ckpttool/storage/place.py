@@ -205,6 +205,33 @@ def walk(place: Place) -> Iterator[str]:
             yield from (f"{e.name}/{n}" for n in walk(place / e.name))
 
 
+class Held(NamedTuple):
+    """A file in a directory, or further down."""
+
+    name: str
+    """With slashes."""
+    size: int
+    time: float | None
+    """Seconds since 1970 at which it was changed last; None where that is not known."""
+
+
+def held_in(place: Place) -> list[Held]:
+    """The files in a directory and below, or the file itself. Without what has gone meanwhile."""
+    names = [""] if place.is_file() else sorted(walk(place))
+    out = []
+    for name in names:
+        at = place / name if name else place
+        try:
+            if isinstance(at, Path):
+                stat = at.stat()
+                out.append(Held(name, stat.st_size, stat.st_mtime))
+            else:
+                out.append(Held(name, at.identity()[0], None))
+        except OSError:
+            continue
+    return out
+
+
 def name_below(place: Place, root: Place) -> str | None:
     """The name of a place below another one, with slashes; None where it is not below."""
     if isinstance(place, Path) and isinstance(root, Path):

@@ -164,7 +164,6 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an archive": (("model.tar.gz",), ("unpack it",)),
     "half a download": (("model.safetensors.part",), ("model.safetensors.part has not finished",)),
     "the hub's cache": (("snapshots/0a1b/config.json",), ("give the snapshot: src/snapshots/0a1b",)),
-    "steps of a run": (("step_10/model.safetensors", "step_20/model.safetensors"), ("weights in src/step_20",)),
     "one directory for each rank": (
         ("rank_0/model.safetensors", "rank_1/model.safetensors"),
         ("--rank-pattern 'rank_{rank}/model.safetensors'",),

@@ -375,8 +375,11 @@ def test_a_listing_that_never_ends_is_an_error(server: S3Server) -> None:
 def test_a_prefix_without_weights_names_its_folders(server: S3Server) -> None:
     server.put("bucket", "runs/step-1/model.safetensors", b"")
     server.put("bucket", "runs/notes.txt", b"")
-    done = ckpttool("inspect", "s3://bucket/runs")
-    assert (done.code, "hint: it has folders: step-1; give one" in done.err) == (1, True), done.err
+    done = ckpttool("inspect", "s3://bucket/runs", "--list")
+    assert (done.code, "checkpoints: step-1" in done.err) == (2, True), done.err
+    server.put("bucket", "models/llama/model.safetensors", b"")
+    done = ckpttool("inspect", "s3://bucket/models")
+    assert (done.code, "hint: it has folders: llama; give one" in done.err) == (1, True), done.err
 
 
 @pytest.mark.parametrize("path", ["a/../b", "./b", "a//b"])

@@ -4,6 +4,7 @@
     source.py         opening a checkpoint, or an adapter
     identity.py       what it is: family, layers, parameters, precision
     listing.py        the tensors of a source, chosen and sorted; headers only
+    runs.py           the checkpoints of a run: steps, sizes, complete or not
     tree.py           names that differ only in numbers become one line: ``layers.{0..60}``
     holdings.py       which rank holds which box of which tensor
     values.py         statistics, histograms, checksums and single elements

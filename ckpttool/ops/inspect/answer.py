@@ -5,17 +5,20 @@ Only the part that is asked for is imported, because listing a checkpoint is don
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpttool.containers.safetensors import read_header
-from ckpttool.errors import CorruptError, UsageError
+from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.parts import parts_of
+from ckpttool.formats.runs import RunError, named_saves, step_of
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
-from ckpttool.storage.listing import list_source
+from ckpttool.storage.listing import WEIGHTS, list_source
 from ckpttool.storage.place import AnyPlace, number, parse_place, read_each, source_files
+from ckpttool.words import count
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.runs import RunListing
     from ckpttool.ops.inspect.suggest import Suggestion
     from ckpttool.ops.inspect.total import Total
     from ckpttool.ops.inspect.values import Slice, Values
@@ -33,6 +37,8 @@ class InspectRequest:
     """What to show; exactly one of the views, or none for the tree."""
 
     choice: Choice = field(default_factory=Choice)
+    checkpoints: bool = False
+    """Of a run: those that lie in SRC, even if SRC can be read as one."""
     list: bool = False
     files: bool = False
     ranks: bool = False
@@ -49,6 +55,8 @@ class InspectRequest:
     findings: bool = False
     """With ``check``: they are written in other forms, too."""
     diff: AnyPlace | None = None
+    second: str = ""
+    """With ``diff``: both are checkpoints of the run that SRC is, by name, step or path."""
     values: bool = False
     """With ``diff`` and ``check``."""
     atol: float | None = None
@@ -62,6 +70,11 @@ class InspectRequest:
     def reads_values(self) -> bool:
         """Statistics, histogram and checksum are one view: they read the same elements."""
         return self.stats or self.histogram or self.digest
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for: what SRC is, it will see."""
+        return self == InspectRequest(Choice(sort=self.choice.sort))
 
     @property
     def reads_bytes(self) -> bool:
@@ -123,7 +136,7 @@ class TensorSlices(View):
 
 def inspect(
     src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
-) -> View | ImportsResult | CheckResult | DiffResult:
+) -> View | ImportsResult | CheckResult | DiffResult | RunListing:
     """Look into ``src``. ``ok`` of the answer is False when a check found an error, a pickle is dangerous or two
     checkpoints differ.
 
@@ -131,6 +144,11 @@ def inspect(
     what ``open_checkpoint`` raises.
     """
     _sensible(question)
+    if question.second:
+        from ckpttool.ops.inspect.runs import pick
+
+        first, second = pick(src, str(question.diff)), pick(src, question.second)
+        src, question = first, replace(question, diff=second, second="")
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [number(p) for p in roots]
     if question.on:
@@ -158,7 +176,11 @@ def _answer(
     question: InspectRequest,
     progress: Progress | None,
     fleet: Fleet | None = None,
-) -> View | ImportsResult | CheckResult | DiffResult:
+) -> View | ImportsResult | CheckResult | DiffResult | RunListing:
+    if question.checkpoints:
+        from ckpttool.ops.inspect.runs import list_run
+
+        return list_run(src, options)
     if question.imports:
         from ckpttool.ops.inspect.imports import list_imports
 
@@ -221,9 +243,23 @@ def _answer(
             return Totalled(question, listing, total(listing, watch, fleet))
         wanted = Wanted(question.stats, question.histogram, question.digest)
         return TensorStats(question, listing, tuple(measure(listing, wanted, watch, fleet)))
+    return _listed(src, options, question)
+
+
+def _listed(src: AnyPlace, options: OpenOptions, question: InspectRequest) -> View | RunListing:
+    """What headers say: of one checkpoint, or of a directory of several which ones there are."""
     choice = question.choice if question.list else replace(question.choice, sort="")  # the tree has an order of its own
-    listing = list_tensors(src, options, choice)
+    try:
+        listing = list_tensors(src, options, choice)
+    except CkptError as e:
+        if not question.is_plain or not (isinstance(e, RunError) or _holds_saves(src)):
+            raise
+        from ckpttool.ops.inspect.runs import list_run
+
+        return list_run(src, options)
     if not (question.list or question.files or question.metadata):
+        if beside := _other_saves(listing):
+            listing.notes = [*listing.notes, beside]
         from ckpttool.ops.inspect.code import code_note
 
         read = {*(f.place for f in listing.files), *listing.stored.indexes}
@@ -233,9 +269,31 @@ def _answer(
     return TensorListing(question, listing, files, _metadata(listing) if question.metadata else {})
 
 
+def _holds_saves(src: AnyPlace) -> bool:
+    """Whether what cannot be read as one checkpoint is a directory of several, and has no tensors itself."""
+    try:
+        source = list_source(parse_place(src))
+    except CkptError:
+        return False
+    own = any(n.endswith(WEIGHTS) and step_of(n) is None for n in source.names)
+    return not source.single and not own and len(named_saves(source)) > 1
+
+
+def _other_saves(listing: Listing) -> str:
+    """A note where SRC is one of several checkpoints of a run, or has some in its directories; "" elsewhere."""
+    source = list_source(listing.path)
+    saves = [] if source.single else named_saves(source)
+    own = any(f.place.parent == source.root for f in listing.files)
+    if len(saves) + own < 2:
+        return ""
+    lie = "lies" if len(saves) == 1 else "lie"
+    return f"{count(len(saves), 'checkpoint')} of a run {lie} here: --checkpoints lists them"
+
+
 def _sensible(question: InspectRequest) -> None:
     """Options that contradict each other, or do nothing."""
     views = {
+        "--checkpoints": question.checkpoints,
         "--list": question.list,
         "--files": question.files,
         "--ranks": question.ranks,
@@ -254,6 +312,11 @@ def _sensible(question: InspectRequest) -> None:
         raise UsageError("--total belongs to --hash alone", hint="`--hash --total`")
     if question.total and (question.choice.patterns or question.choice.dtypes or question.choice.min_size):
         raise UsageError("--total is of everything; filters do not apply", hint="--only chooses components")
+    if question.second and question.diff is None:
+        raise UsageError(
+            f"there is more than inspect takes: {question.second}",
+            hint=f"to compare: --diff {shlex.quote(question.second)}",
+        )
     if question.values and not (question.check or question.diff):
         raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
     if question.findings and not question.check:

@@ -35,6 +35,7 @@ from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheck
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import choose, is_multi_part, reader
+from ckpttool.formats.runs import RunError
 from ckpttool.index_checks import ExaminedFile, Index, check_duplicates, check_mapping, check_numbers, parse_index
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
@@ -154,6 +155,8 @@ def _choose(listing: Listing, options: OpenOptions) -> Reader | CkptError:
     """The format of a source, or why it has none."""
     try:
         return choose(listing, options.format, options.mesh)
+    except RunError:
+        raise
     except CkptError as e:
         return e
 
@@ -164,6 +167,8 @@ def _choose(listing: Listing, options: OpenOptions) -> Reader | CkptError:
 def _read(path: Place, options: OpenOptions) -> StoredCheckpoint | CkptError:
     try:
         return read(path, options)
+    except RunError:
+        raise
     except CkptError as e:
         return e
 
