@@ -14,9 +14,10 @@ from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
 from ckpttool.report.drift import drift_json, show_drift
 from ckpttool.report.findings import folded, write_findings
+from ckpttool.report.meters import bar
 from ckpttool.report.runs import show_run
 from ckpttool.report.tables import fit, table, width
-from ckpttool.report.text import aligned, dump, pick, shape, size
+from ckpttool.report.text import aligned, columns_of, dump, pick, shape, size
 from ckpttool.storage.place import resolved
 from ckpttool.words import count, short
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 SCHEMA = "ckpttool.inspect/1"
 BAR = 50
 """Characters of the longest bar of a histogram."""
+SHARE = 10
+"""Characters of a bar that stands for all bytes."""
 
 
 def show_inspect(
@@ -231,6 +234,7 @@ def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
         dump({**_head(listing, "tree"), "tree": tree}, entries=len(tree))
         return
     rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "bytes", " ")]
+    sizes = [0]
     headed = any(component != "model" or mark for component, (mark, _) in trees.items())
     between: dict[int, str] = {}
     """Lines that are no rows, by the row before which they stand."""
@@ -240,10 +244,14 @@ def show_tree(listing: Listing, *, depth: int | None, as_json: bool) -> None:
             if len(rows) > 1:
                 between[len(rows)] = "\n"
             rows.append((component, "", "", f"{root.count:,}", f"{root.nbytes:,}", ""))
+            sizes.append(root.nbytes)
             if mark:
                 between[len(rows)] = f"  {'each: ' if component == 'optimizer' else ''}{mark}\n"
         rows += [_tree_line(line, headed=headed) for line in shown[component]]
-    cells, right = fit(rows, right=(3, 4), drop=(" ",)) if text.on_terminal() else (rows, {3, 4})
+        sizes += [line.times * line.node.nbytes for line in shown[component]]
+    cells, right = (
+        _with_shares(rows, sizes, sum(r.nbytes for r in roots.values())) if text.on_terminal() else (rows, {3, 4})
+    )
     lined = aligned(cells, right=right).splitlines(keepends=True)
     text.write(summary(listing) + "\n" + "".join(between.get(i, "") + line for i, line in enumerate(lined)))
 
@@ -253,6 +261,20 @@ def _said(component: str, mark: str) -> dict[str, Any]:
     if not mark:
         return {}
     return {"states": mark.split(", ")} if component == "optimizer" else {"derived": True}
+
+
+def _with_shares(
+    rows: Sequence[tuple[str, ...]], sizes: Sequence[int], total: int
+) -> tuple[Sequence[Sequence[str]], set[int]]:
+    """The tree as it fits the terminal, with a bar for each line's share of the bytes where there is room."""
+    if not any(row[5] for row in rows[1:]):
+        rows = [row[:5] for row in rows]
+    cells, right = fit(rows, right=(3, 4), drop=(" ",) if len(rows[0]) > 5 else ())
+    room = width() - sum(max(columns_of(row[i]) for row in cells) + 2 for i in range(len(cells[0])))
+    if room < len("share") or not total:
+        return cells, right
+    bars = ["share", *(bar(n / total, min(SHARE, room)) for n in sizes[1:])]
+    return [[*row[:5], b, *row[5:]] for row, b in zip(cells, bars, strict=True)], right
 
 
 def _tree_line(line: Line, *, headed: bool) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def fit(
 ) -> tuple[list[list[str]], set[int]]:
     """The rows as they fit, the first of them the header, and which of the columns left are aligned to the right."""
     keep = list(range(len(rows[0])))
-    widths = [max(len(row[i]) for row in rows) for i in keep]
+    widths = [max(text.columns_of(row[i]) for row in rows) for i in keep]
     room = width()
 
     def left() -> int:
@@ -75,7 +75,14 @@ def wrapped(lines: str) -> str:
 
 def middle(name: str, most: int) -> str:
     """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning."""
-    if len(name) <= most:
+    if text.columns_of(name) <= most:
         return name
     head = (most - len(CUT)) // 5
-    return name[:head] + CUT + name[len(name) - (most - len(CUT) - head) :]
+    if name.isascii():
+        return name[:head] + CUT + name[len(name) - (most - len(CUT) - head) :]
+    start, end = 0, len(name)
+    while text.columns_of(name[: start + 1]) <= head:
+        start += 1
+    while text.columns_of(name[end - 1 :]) <= most - len(CUT) - head:
+        end -= 1
+    return name[:start] + CUT + name[end:]

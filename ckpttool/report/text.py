@@ -193,15 +193,27 @@ def notes(lines: Iterable[str]) -> None:
         message(f"note: {plain(line)}")
 
 
+def columns_of(text: str) -> int:
+    """Columns of a terminal that a text takes: two for each wide character (Chinese, Japanese, Korean, emoji), none for
+    what is put on another one."""
+    if text.isascii():
+        return len(text)
+    import unicodedata
+
+    wide = sum([unicodedata.east_asian_width(c) in "WF" for c in text])
+    return len(text) + wide - sum([unicodedata.category(c) in ("Mn", "Me", "Cf") for c in text])
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = (), *, indent: str = "") -> str:
     """Rows as columns two spaces apart."""
     if not rows:
         return ""
     right = set(right)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    widths = [max(columns_of(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     out = []
     for row in rows:
-        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        spaces = [" " * (widths[i] - columns_of(cell)) for i, cell in enumerate(row)]
+        cells = [s + cell if i in right else cell + s for i, (cell, s) in enumerate(zip(row, spaces, strict=True))]
         out.append(indent + "  ".join(cells).rstrip())
     return "\n".join(out) + "\n"
 
