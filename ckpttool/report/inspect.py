@@ -16,6 +16,7 @@ from ckpttool.report.drift import drift_json, show_drift
 from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.meters import bar
 from ckpttool.report.runs import show_run
+from ckpttool.report.stats import is_long, show_folded
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, columns_of, dump, pick, shape, size
 from ckpttool.storage.place import resolved
@@ -73,7 +74,7 @@ def show_inspect(
     elif isinstance(answer, LayoutView):
         show_layout(answer.listing, answer.layout, svg=answer.question.svg, as_json=as_json, quiet=quiet)
     elif isinstance(answer, TensorStats):
-        show_values(answer, as_json=as_json)
+        show_values(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, Totalled):
         show_total(answer, as_json=as_json, quiet=quiet)
     elif isinstance(answer, Suggested):
@@ -398,7 +399,7 @@ def _plain_number(value: float | None) -> float | str | None:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show_values(answer: TensorStats, *, as_json: bool) -> None:
+def show_values(answer: TensorStats, *, as_json: bool, quiet: bool = False) -> None:
     """Statistics, histograms and checksums."""
     listing, values, question = answer.listing, answer.values, answer.question
     if as_json:
@@ -415,7 +416,9 @@ def show_values(answer: TensorStats, *, as_json: bool) -> None:
             found.append(entry)
         dump({**_head(listing, "values"), "list": found}, entries=len(found))
         return
-    if question.stats or question.digest:
+    if question.stats and not question.digest and text.on_terminal() and is_long(values):
+        show_folded(values, quiet=quiet)
+    elif question.stats or question.digest:
         _values_table(values, stats=question.stats, digests=question.digest)
     if question.histogram:
         for v in values:

@@ -1,0 +1,75 @@
+"""Statistics on a terminal: tensors that differ only in the numbers of their names on one line, and their norms by
+layer as a row of small bars. In a pipe and in JSON each tensor has its own line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import plain
+from ckpttool.layers import by_layer
+from ckpttool.layers import norm as norms
+from ckpttool.names import fold
+from ckpttool.report import text
+from ckpttool.report.meters import spark
+from ckpttool.report.tables import table
+from ckpttool.words import count
+
+if TYPE_CHECKING:
+    from ckpttool.kernels.stats import Stats
+    from ckpttool.ops.inspect.values import Values
+
+MOST = 30
+"""Tensors that have a line each, on a terminal too."""
+COLUMNS = 16
+"""Layers that have a bar each; where there are more, neighbours share one."""
+
+
+def is_long(values: Sequence[Values]) -> bool:
+    """Whether a table of them is more than a screen, and shorter when it is folded."""
+    return len(values) > MOST and any(v.stats is not None for v in values)
+
+
+def show_folded(values: Sequence[Values], *, quiet: bool) -> None:
+    """One line for each kind of tensor; what is one number only is of all of them together."""
+    found = fold([v.row.name for v in values])
+    header = ["name", "tensors", "min", "max", "norm", "norm by layer", "nan", "inf", "zeros"]
+    rows: list[list[str | int]] = [
+        [plain(name), len(places), *_joined([values[i] for i in sorted(places)])]
+        for name, places in sorted(found, key=lambda f: min(f[1]))
+    ]
+    # What no tensor has needs no column.
+    keep = [i for i, h in enumerate(header) if h not in ("nan", "inf") or any(r[i] for r in rows)]
+    drop = ["zeros", "tensors", "min", "norm by layer", "max"]
+    shown = [[row[i] for i in keep] for row in rows]
+    right = [at for at, i in enumerate(keep) if header[i] in ("min", "max", "norm")]
+    table([header[i] for i in keep], shown, drop=drop, right=right)
+    if not quiet:
+        of = f"{count(len(values), 'tensor')} on {count(len(rows), 'line')}"
+        text.notes([f"{of}: --filter chooses, and in a pipe (| less -S) each has a line"])
+
+
+def _joined(values: Sequence[Values]) -> list[str | int]:
+    """What is said of several tensors together."""
+    stats = [v.stats for v in values if v.stats is not None]
+    low = min((s.minimum for s in stats if s.minimum is not None), default=None)
+    high = max((s.maximum for s in stats if s.maximum is not None), default=None)
+    each = [None if v.stats is None else norm_of(v.stats) for v in values]
+    known = [n for n in each if n is not None]
+    layers = by_layer([v.row.parameter for v in values])
+    bars = spark(layers.by_row(norms(each)), COLUMNS) if len(layers.rows) > 1 else ""
+    total = math.hypot(*known) if known else None
+    counts = [sum(s.nan for s in stats), sum(s.inf for s in stats), sum(s.zeros for s in stats)]
+    return [_short(low), _short(high), _short(total), bars, *counts]
+
+
+def norm_of(stats: Stats) -> float | None:
+    """The norm of a tensor's finite elements; None where there is none."""
+    if stats.mean is None or stats.std is None:
+        return None
+    return math.sqrt(stats.elements - stats.nan - stats.inf) * math.hypot(stats.mean, stats.std)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
