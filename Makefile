@@ -7,6 +7,7 @@ DEV := $(VENV)/.dev-installed
 PEERS := $(VENV)/.peers-installed
 CLUSTER := $(VENV)/.cluster-installed
 FUZZ := $(VENV)/.fuzz-installed
+PACKAGE := $(VENV)/.package-installed
 PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
 NODE_PEERS := .node-peers/.installed
@@ -15,7 +16,7 @@ BROWSER := $(VENV)/.browser-installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
+.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families test-package lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +66,9 @@ fuzz: $(FUZZ) ## damage every structure of every format, and let coverage guide 
 
 test-families: $(PEERS) ## make every architecture of transformers tiny, cut it, and write docs/families.md (5 minutes; ARGS)
 	@$(BIN)/python -m tests.peers.families --jobs 2 --page docs/families.md $(ARGS)
+
+test-package: $(PACKAGE) ## install wheel and sdist with the lowest and the newest dependencies, on each Python here, and use them (10 minutes)
+	@$(BIN)/python -m tests.package
 
 lint: $(DEV) ## check style and formatting
 	@$(BIN)/ruff check
@@ -120,6 +124,10 @@ $(CLUSTER): $(PEERS)
 
 $(BROWSER): $(DEV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[browser]'
+	@touch $@
+
+$(PACKAGE): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[package]'
 	@touch $@
 
 $(FUZZ): $(DEV)

@@ -6,7 +6,8 @@
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
 The pages of commands are generated as a whole.
-tests/docs/test_reference.py fails when a page is not up to date.
+tests/docs/test_reference.py fails when a page is not up to date. Completion files and manual pages, which say the same
+of the command line, come from make_share.py, which is run, too.
 """
 
 from __future__ import annotations
@@ -198,6 +199,9 @@ def main() -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"{page}: {'changed' if changed else 'unchanged'}")
+    from scripts import make_share
+
+    make_share.main()
 
 
 if __name__ == "__main__":

@@ -35,5 +35,5 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     metadata = wheel.read(f"{info}/METADATA").decode()
     # An upper bound here would make two packages impossible to install together that work together.
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert len(required) == 10
+    assert len(required) == 9
     assert all(">=" in line and "<" not in line and "==" not in line for line in required)

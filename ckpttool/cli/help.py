@@ -86,7 +86,7 @@ EXAMPLES = {
     ),
 }
 """Command lines to begin with."""
-_NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}
+NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}
 """What a command's help ends with, by its heading."""
 
 
@@ -109,7 +109,7 @@ class Command(TyperCommand):
         for title, parameters in sections(self.name or "", self.get_params(ctx)).items():
             with formatter.section(title):
                 formatter.write_dl([_row(p) for p in parameters])
-        for title, text in _NOTES.get(self.name or "", {}).items():
+        for title, text in NOTES.get(self.name or "", {}).items():
             with formatter.section(title):
                 formatter.write_text(text)
 
