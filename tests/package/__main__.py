@@ -1,6 +1,7 @@
 """``make test-package``: the wheel and the sdist as a user gets them, in environments that hold nothing else (minutes).
 
-    build      wheel and sdist; the sdist builds the same wheel, and tests run from it
+    build      wheel and sdist; the sdist builds the same two, byte for byte, and tests run from it
+    sbom       by the schema of CycloneDX
     install    with the lowest and the newest dependencies that are allowed, on each Python that is here; then jobs.py
     types      a user's project under mypy --strict, with torch and without
 
@@ -18,6 +19,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +78,19 @@ wrong: int = ckpttool.open("model").torch("model.norm.weight")
 """
 
 
+CYCLONEDX = "cyclonedx-python-lib[json-validation]==11.12.0"
+VALIDATE = """
+import sys
+from pathlib import Path
+
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+wrong = JsonStrictValidator(SchemaVersion.V1_6).validate_str(Path(sys.argv[1]).read_text())
+sys.exit(wrong and str(wrong))
+"""
+
+
 class FailedError(Exception):
     """What did not work."""
 
@@ -124,16 +139,25 @@ class Bench:
         with tarfile.open(self.sdist) as packed:
             packed.extractall(self.work / "sdist", filter="data")
         (self.tree,) = (self.work / "sdist").iterdir()
-        call(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", self.work / "again", where=self.tree)
-        (again,) = (self.work / "again").glob("*.whl")
-        if again.read_bytes() != self.wheel.read_bytes():
-            raise FailedError(f"the wheel that {self.sdist.name} builds is another one")
+        again = self.work / "again"
+        call(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", again, where=self.tree)
+        for one in (self.wheel, self.sdist):
+            if (again / one.name).read_bytes() != one.read_bytes():
+                raise FailedError(f"what {self.sdist.name} builds is another {one.name}")
+
+    def sbom(self, python: Path) -> None:
+        """What the project behind CycloneDX says of the wheel's SBOM."""
+        call(self.uv, "pip", "install", "-q", "--python", python, CYCLONEDX)
+        with zipfile.ZipFile(self.wheel) as packed:
+            (name,) = (n for n in packed.namelist() if n.endswith(".cdx.json"))
+            packed.extract(name, self.work)
+        call(python, "-c", VALIDATE, self.work / name)
 
     def test_from_sdist(self) -> None:
         """A few tests of every kind run from what is unpacked, and need nothing beside it."""
-        some = ("tests/unit", "tests/test_packaging.py", "tests/merge/test_draws.py", "tests/formats/test_gguf.py")
+        some = ["tests/unit", "tests/test_packaging.py", "tests/test_share.py", "tests/merge/test_draws.py"]
         options = ("-q", "-p", "no:cacheprovider", f"--basetemp={self.work / 'pytest'}")
-        call(sys.executable, "-m", "pytest", *options, *(p for p in some if (ROOT / p).exists()), where=self.tree)
+        call(sys.executable, "-m", "pytest", *options, *some, where=self.tree)
 
     def environment(self, name: str, python: str) -> Path:
         """A new one. Returns its interpreter."""
@@ -181,7 +205,9 @@ class Bench:
 def steps(bench: Bench) -> Iterator[tuple[str, bool]]:
     """Does it all; says what is done, and whether it was."""
     bench.build()
-    yield "build: wheel, sdist, and the same wheel from the sdist", True
+    yield "build: wheel and sdist, and the same two from the sdist", True
+    bench.sbom(bench.environment("sbom", sys.executable))
+    yield "SBOM: valid CycloneDX 1.6", True
     bench.test_from_sdist()
     yield "tests from the sdist", True
     for version in PYTHONS:
