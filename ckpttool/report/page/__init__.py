@@ -25,6 +25,8 @@ from ckpttool.report.page.svg import tree
 __all__ = ["SCHEMA", "Document", "render"]
 
 _HERE = Path(__file__).parent
+SCRIPT = ("base", "data", "charts", "treemap", "tensors", "main")
+"""The parts of the script, in their order; a new kind of section is a function in one of them and a line in main."""
 
 
 def render(document: Document) -> str:
@@ -33,7 +35,8 @@ def render(document: Document) -> str:
     Raises ValueError for a document that breaks its contract: columns of different lengths, a picture that is more than
     shapes and text.
     """
-    style, script, page = (_HERE.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
+    style, page = (_read(name) for name in ("page.css", "page.html"))
+    script = "\n".join([_read(f"script/{name}.js") for name in SCRIPT])
     filled = {
         "TITLE": escape(plain(document["title"])),
         "POLICY": "; ".join(
@@ -54,6 +57,10 @@ def render(document: Document) -> str:
     # One piece of the template at a time: what is put in is never looked through for further places.
     first, *rest = page.split("{{")
     return first + "".join(filled[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+
+
+def _read(name: str) -> str:
+    return _HERE.joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -30,7 +30,7 @@ class Column(TypedDict):
     values: Sequence[str | int | float | Sequence[int] | None]
     """One for each tensor, None where there is none: texts for `text` and `code`, sequences for `shape`, whole numbers
     below 2^53 for `bytes` and `count`, else numbers. Of `number` and `share` the page keeps six significant digits,
-    four when there are more than 20,000 tensors."""
+    four when there are more than 20,000 tensors, three above 50,000."""
     hidden: NotRequired[bool]
     """Shown in the details of a tensor, and in the table only if the reader chooses it."""
     help: NotRequired[str]
@@ -149,7 +149,7 @@ class TableColumn(TypedDict):
 
 
 class Table(_Section):
-    """A small table: all of its rows are in the page. It is folded behind its first 50 rows."""
+    """A small table: all of its rows are in the page. It is folded behind its first 25 rows."""
 
     kind: Literal["table"]
     columns: Sequence[TableColumn]

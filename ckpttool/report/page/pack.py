@@ -1,7 +1,7 @@
 """The tensors of a document in few bytes: about ten for each, with statistics and a histogram.
 
 Most columns have few different values, so they are stored as a table of values and an index for each tensor. Names
-become templates and numbers. Numbers are stored in decimal, as a whole number of four or six digits and a power of
+become templates and numbers. Numbers are stored in decimal, as a whole number of three to six digits and a power of
 ten. Whole numbers are split into planes, all lowest bytes first: bytes that are alike stand together, which is what
 deflate needs to find them. Where differences between neighbours deflate better (offsets), those are stored.
 
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MANY = 20_000
-"""More tensors than this, and their numbers have fewer digits."""
-DIGITS, FEW_DIGITS = 6, 4
-LEVELS, FEW_LEVELS = 15, 7
-"""Height of a histogram's highest bin; where there are many tensors, the lower one."""
+_FIDELITY = ((20_000, 6, 15), (50_000, 4, 7), (math.inf, 3, 7))
+"""Up to how many tensors; significant digits of their numbers; height of a histogram's highest bin."""
 _NO, _NAN, _INF, _NEGATIVE_INF = -128, 127, 126, -126
 """Exponents that stand for no number, and for those that are not finite."""
 _DICTIONARY = ("text", "code", "shape")
@@ -76,13 +73,13 @@ def _planes(values: Array) -> bytes:
 def pack(tensors: Tensors, pool: Pool) -> dict[str, Any]:
     """What page.js makes names, columns and histograms of. The bytes go to ``pool``."""
     names = [plain(name) for name in tensors["names"]]
-    digits = FEW_DIGITS if len(names) > MANY else DIGITS
+    _, digits, levels = next(f for f in _FIDELITY if len(names) <= f[0])
     return {
         "count": len(names),
         "digits": digits,
         **_names(names, tensors.get("parameters", names), pool),
         "columns": [_column(column, len(names), digits, pool) for column in tensors["columns"]],
-        "histograms": _histograms(tensors.get("histograms"), FEW_LEVELS if len(names) > MANY else LEVELS, pool),
+        "histograms": _histograms(tensors.get("histograms"), levels, pool),
     }
 
 
