@@ -236,7 +236,7 @@ function grow([name, attributes, children]) {
 function drawFigures(section) {
   return section.figures.map((figure) => {
     const svg = grow(figure.svg);
-    fill(svg, { role: "img", "aria-label": `${figure.title}. ${figure.caption}` }, []);
+    fill(svg, { role: "img", "aria-label": svg.getAttribute("aria-label") ?? `${figure.title}. ${figure.caption}` }, []);
     const box = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": figure.title }, svg);
     return el("figure", null, el("figcaption", null, el("strong", null, figure.title), " ", figure.caption), box);
   });

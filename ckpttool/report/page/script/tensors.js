@@ -1,8 +1,9 @@
 // The table of tensors. Only the rows that can be seen are in the page, so 100,000 of them cost as much as thirty.
 
-const ROW = 32; // pixels; page.css has the same
 const AROUND = 8; // rows drawn beyond each edge
-const NARROW = 640;
+const narrow = window.matchMedia("(max-width: 640px)");
+// Pixels; page.css has the same. Where it is narrow, names have two lines.
+const rowHeight = () => (narrow.matches ? 52 : 32);
 const FOUND_IN_TEXT = ["dtype", "component", "file", "state"];
 let searchTensors = null; // set when there is a table: search for something and show it
 let openTensor = () => {};
@@ -188,13 +189,12 @@ class TensorView {
     this.rows = new Rows(tensors);
     this.id = unique("tensors");
     this.active = 0;
-    this.chosen = new Set(this.usual(window.innerWidth < NARROW));
+    this.chosen = new Set(this.usual());
     this.build();
   }
 
-  usual(narrow) {
-    const first = ["shape", "bytes"];
-    return this.tensors.columns.filter((c) => (narrow ? first.includes(c.id) : !c.hidden)).map((c) => c.id);
+  usual() {
+    return this.tensors.columns.filter((c) => (narrow.matches ? c.id === "bytes" : !c.hidden)).map((c) => c.id);
   }
 
   get columns() {
@@ -220,7 +220,10 @@ class TensorView {
     this.box.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.table.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => this.clicked(event));
-    onWidth(this.box, () => this.drawRows());
+    onWidth(this.box, () => {
+      this.putHead();
+      this.drawRows();
+    });
     window.addEventListener("beforeprint", () => this.print());
     window.addEventListener("afterprint", () => this.changed());
     this.putHead();
@@ -263,8 +266,9 @@ class TensorView {
   putHead() {
     const named = { id: "name", title: "name", right: false };
     const characters = this.tensors.templates.reduce((most, t) => Math.max(most, t.text.join("{0..10}").length + (t.text.length > 1 ? 9 : 0)), 20);
-    const room = Math.min(characters, window.innerWidth < NARROW ? 44 : 64);
-    const widths = [room, ...this.columns.map((c) => c.width + (c.right && this.rows.folded && c.kind === "number" ? 4 : 0))];
+    const others = this.columns.map((c) => c.width + (c.right && this.rows.folded && c.kind === "number" ? 4 : 0));
+    const left = narrow.matches ? (this.box.clientWidth || 340) / 7.9 - 3.2 - (others[0] ?? 0) : 64;
+    const widths = [Math.max(22, Math.min(characters, left)), ...others];
     this.colgroup.replaceChildren(...widths.map((ch) => {
       const col = el("col");
       col.style.width = `calc(${ch} * var(--ch) + 12px)`;
@@ -342,14 +346,15 @@ class TensorView {
 
   drawRows(all = false) {
     const { entries } = this.rows;
+    const row = rowHeight();
+    this.box.style.setProperty("--rows", Math.max(2, entries.length));
     const high = this.box.clientHeight || 480;
-    const from = all ? 0 : Math.max(0, Math.floor(this.box.scrollTop / ROW) - AROUND);
-    const to = all ? Math.min(entries.length, all) : Math.min(entries.length, Math.ceil((this.box.scrollTop + high) / ROW) + AROUND);
+    const from = all ? 0 : Math.max(0, Math.floor(this.box.scrollTop / row) - AROUND);
+    const to = all ? Math.min(entries.length, all) : Math.min(entries.length, Math.ceil((this.box.scrollTop + high) / row) + AROUND);
     const drawn = [];
     for (let at = from; at < to; at += 1) drawn.push(this.row(entries[at], at));
     if (!entries.length) drawn.push(el("tr", { role: "row" }, el("td", { role: "gridcell", colspan: this.columns.length + 1, class: "empty" }, "No tensor fits.")));
     this.body.replaceChildren(...this.space(from), ...drawn, ...this.space(all ? 0 : entries.length - to));
-    this.box.style.setProperty("--rows", Math.max(2, entries.length));
     this.table.setAttribute("aria-rowcount", entries.length + 1);
     this.point();
   }
@@ -358,7 +363,7 @@ class TensorView {
   space(rows) {
     if (rows <= 0) return [];
     const cell = el("td", { colspan: this.columns.length + 1 });
-    cell.style.height = `${rows * ROW}px`;
+    cell.style.height = `${rows * rowHeight()}px`;
     return [el("tr", { class: "space", "aria-hidden": "true" }, cell)];
   }
 
@@ -394,16 +399,17 @@ class TensorView {
 
   go(at) {
     this.active = Math.max(0, Math.min(this.rows.entries.length - 1, at));
-    const top = this.active * ROW;
+    const row = rowHeight();
+    const top = this.active * row;
     const room = this.box.clientHeight - this.head.offsetHeight;
     if (top < this.box.scrollTop) this.box.scrollTop = top;
-    else if (top + ROW > this.box.scrollTop + room) this.box.scrollTop = top + ROW - room + 2;
+    else if (top + row > this.box.scrollTop + room) this.box.scrollTop = top + row - room + 2;
     this.drawRows();
   }
 
   key(event) {
     if (event.target !== this.table || event.ctrlKey || event.altKey || event.metaKey) return;
-    const page = Math.max(1, Math.floor(this.box.clientHeight / ROW) - 2);
+    const page = Math.max(1, Math.floor(this.box.clientHeight / rowHeight()) - 2);
     const goal = { ArrowDown: this.active + 1, ArrowUp: this.active - 1, PageDown: this.active + page, PageUp: this.active - page, Home: 0, End: Infinity }[event.key];
     const entry = this.rows.entries[this.active];
     if (goal !== undefined) this.go(goal);
