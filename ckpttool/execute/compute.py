@@ -6,11 +6,11 @@ held here is a chunk of every operand and a stretch of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,11 @@ from ckpttool.execute.permute import Array
 from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Tensor
-from ckpttool.plan import Compute, Scaled, Stored
+from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Pass, Tensor
+from ckpttool.plan import Compute, Operand, Scaled, Stored
+
+if TYPE_CHECKING:
+    from ckpttool.kernels.merge.measure import Measured
 
 STRETCH = 2 << 20
 """Bytes of a result that are written in one go."""
@@ -34,6 +37,8 @@ PART = 8 << 20
 
 _OWN_BUFFERS = 12
 """Operands beyond this many share one buffer for what is read."""
+
+_Found = TypeVar("_Found")
 
 
 def step_of(compute: Compute) -> int:
@@ -161,6 +166,24 @@ class Computing:
         yield from self._write(compute, chunk, step, done, fill, lambda at: seen(before + at, before + size))
         yield {str(i): digest for i, r in enumerate(readers) if (digest := r.digest(size)) is not None}
 
+    def measure(self, compute: Compute, result: Operand, seen: Seen = unseen) -> Measured:
+        """What can be said of a tensor that was worked out, when ``result`` reads it as it was written."""
+        from ckpttool.kernels.merge.measure import measured  # which no merge needs
+
+        method = METHODS[compute.method]
+        size = prod(compute.shape)
+        step = min(step_of(compute), max(size, 1))
+        self._check_memory(compute, method, step)
+        operands = [*compute.models, result, *([] if compute.base is None else [compute.base])]
+        buffers = self._arrays.buffers()
+        shared = next(buffers) if len(operands) > _OWN_BUFFERS else None
+        readers = [reader(o, self.carrier, lambda: shared or next(buffers)) for o in operands]
+        base = readers.pop() if compute.base is not None else None
+        chunk = _Chunk(readers, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
+        most = size * (1 + (method.passes(dict(compute.whole), len(compute.models)) if method.parts is not None else 0))
+        program = measured(self._tensor(compute), method)
+        return self._look(program, chunk, size, step, lambda at: seen(min(at, most), most))
+
     def _check_memory(self, compute: Compute, method: Method, step: int) -> None:
         arrays = len(compute.operands) if not method.one_at_a_time else min(len(compute.operands), _OWN_BUFFERS)
         need = (arrays + 8) * step * 6
@@ -174,30 +197,7 @@ class Computing:
         self, compute: Compute, method: Method, chunk: _Chunk, step: int, seen: Callable[[int], None]
     ) -> Callable[[int, int, Array], None]:
         """Let the method see the tensor as often as it wants; returns what puts a chunk of the result into an array."""
-        size = prod(compute.shape)
-        tensor = Tensor(
-            compute.name,
-            compute.shape,
-            tuple([dict(p) for p in compute.parameters]),
-            dict(compute.whole),
-            compute.base is not None,
-            self.draws(compute),
-            compute.base_at,
-        )
-        program = method.program(tensor)
-        before = 0
-        with np.errstate(all="ignore"):
-            while True:
-                try:
-                    see = next(program)
-                except StopIteration as end:
-                    combine = end.value
-                    break
-                for lo in range(0, size, step):
-                    chunk.start, chunk.stop = lo, min(lo + step, size)
-                    see(chunk)
-                    seen(before + chunk.stop)
-                before += size
+        combine = self._look(method.program(self._tensor(compute)), chunk, prod(compute.shape), step, seen)
         chunk.last = True
         result = self._arrays.take("result", step)
 
@@ -210,6 +210,40 @@ class Computing:
                 cast(mine, out)
 
         return fill
+
+    def _tensor(self, compute: Compute) -> Tensor:
+        return Tensor(
+            compute.name,
+            compute.shape,
+            tuple([dict(p) for p in compute.parameters]),
+            dict(compute.whole),
+            compute.base is not None,
+            self.draws(compute),
+            compute.base_at,
+        )
+
+    def _look(
+        self,
+        program: Generator[Pass, None, _Found],
+        chunk: _Chunk,
+        size: int,
+        step: int,
+        seen: Callable[[int], None],
+    ) -> _Found:
+        """Let a program see the tensor as often as it wants; gives what it returns."""
+        before = 0
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    see = next(program)
+                except StopIteration as end:
+                    found: _Found = end.value
+                    return found
+                for lo in range(0, size, step):
+                    chunk.start, chunk.stop = lo, min(lo + step, size)
+                    see(chunk)
+                    seen(before + chunk.stop)
+                before += size
 
     def _write(
         self,

@@ -36,7 +36,16 @@ from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, joined_crc32
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
+from ckpttool.execute.options import (
+    Advance,
+    Checksum,
+    NoProgress,
+    OnFleet,
+    PhasedProgress,
+    Progress,
+    RunOptions,
+    RunResult,
+)
 from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.remote import check_unchanged, open_medium
 from ckpttool.execute.schedule import Part, Task, schedule, sum_key
@@ -139,6 +148,7 @@ class Run:
         self.shown = 0
         self.verifying = False
         self.verify_seconds = 0.0
+        self.measure_seconds = 0.0
 
     def go(self) -> RunResult:
         """Raises as ``run``."""
@@ -212,6 +222,7 @@ class Run:
             policy=pool.policy,
             plan_seconds=began - self.options.begun,
             verify_seconds=self.verify_seconds,
+            measure_seconds=self.measure_seconds,
             manifest=self._checksums() if self.options.manifest else [],
             notes=self.notes,
         )
@@ -334,8 +345,7 @@ class Run:
             self._write_summed(pool)
         self.destination.settle(pool, self.outlet.paths)
         self._check_sources()
-        for name, late_files in self.options.late_files.items():
-            self._write_small(pool, name, late_files(self.sums))
+        self._write_late(pool)
         if self.options.manifest:
             self._write_manifest(pool)
         self.destination.complete()
@@ -344,12 +354,22 @@ class Run:
             self.verifying = True
             began = time.perf_counter()
             try:
-                self._verify(self.options.verify)
+                self._read_back("verify", self.options.verify)
             finally:
                 # A source that changed while it was read again is the reason for any difference.
                 self._check_sources()
             self.verify_seconds = time.perf_counter() - began
             self.verifying = False
+        if self.options.measure is not None:
+            began = time.perf_counter()
+            self._read_back("measure", self.options.measure)
+            self._check_sources()
+            self._write_late(pool)
+            self.measure_seconds = time.perf_counter() - began
+
+    def _write_late(self, pool: Medium) -> None:
+        for name, late_files in self.options.late_files.items():
+            self._write_small(pool, name, late_files(self.sums))
 
     def _write_summed(self, pool: Medium) -> None:
         """Write the literal bytes of files that have checksums of tensors among them, which are known by now."""
@@ -374,37 +394,33 @@ class Run:
                     found |= dict.fromkeys(into, joined_crc32(first, size, inner))
                 write_literals(pool, path, filled(output.literals, found))
 
-    def _verify(self, verify: Callable[[Place, Advance], None]) -> None:
+    def _read_back(self, phase: str, read: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
         meter, total, phased = _Meter(self.stop), self.plan.bytes_written, isinstance(self.progress, PhasedProgress)
         if isinstance(self.progress, PhasedProgress):
-            self.progress.phase("verify", total, 0)
+            self.progress.phase(phase, total, 0)
             self.shown = 0
-        with ThreadPoolExecutor(1, thread_name_prefix="verify") as thread:
+        with ThreadPoolExecutor(1, thread_name_prefix=phase) as thread:
             try:
-                verifying = thread.submit(self._verify_with(verify), self.destination.readable(), meter.advance)
-                while not wait([verifying], TICK).done:
+                reading = thread.submit(self._with_fleet(read), self.destination.readable(), meter.advance)
+                while not wait([reading], TICK).done:
                     if phased:
                         self._show(min(meter.done, total))
             except BaseException:
                 self.stop.set()
                 stop_reading()
                 raise
-        verifying.result()
+        reading.result()
         if phased:
             self._show(total)
 
-    def _verify_with(self, verify: Callable[[Place, Advance], None]) -> Callable[[Place, Advance], None]:
+    def _with_fleet(self, read: Callable[[Place, Advance], None]) -> Callable[[Place, Advance], None]:
         """The same, on the machines that work for this run, if there are any and it can be done in shares."""
         fleet = self.fleet
-        if fleet is None:
-            return verify
-        from ckpttool.execute.verification import Verification
-
-        if not isinstance(verify, Verification):
-            return verify
+        if fleet is None or not isinstance(read, OnFleet):
+            return read
         private = self.destination.partial if self.destination.spools else None
-        return lambda written, advance: verify.on(fleet, written, advance, self.stop, private)
+        return lambda written, advance: read.on(fleet, written, advance, self.stop, private)
 
     def _checksums(self) -> list[Checksum]:
         out = []

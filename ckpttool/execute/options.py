@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckpttool.storage.place import Place
@@ -56,6 +58,15 @@ class Proof(Protocol):
         """Do share ``number`` (from 0) of so many. Raises VerifyError naming the first tensors that differ."""
 
 
+@runtime_checkable
+class OnFleet(Protocol):
+    """What reads a finished output, and can do so on other machines: ``Verification``, ``Measurement``."""
+
+    def __call__(self, written: Place, advance: Advance) -> None: ...
+
+    def on(self, fleet: Fleet, written: Place, advance: Advance, stop: Event, private: Path | None = None) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How to execute a plan. Nothing here changes the bytes that are written."""
@@ -77,6 +88,8 @@ class RunOptions:
     verify: Callable[[Place, Advance], None] | None = None
     """Called, in a thread, with the finished, durable output and with what is to be told how many bytes of it
     have been verified; when it raises, DST does not appear."""
+    measure: Callable[[Place, Advance], None] | None = None
+    """Called like ``verify``, after it. What it finds out may stand in late files, which are written again then."""
     prove: Proof | None = None
     """Of a run with a ``member`` that finds DST there already: compares a share of it with the sources."""
     late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
@@ -123,8 +136,8 @@ class PhasedProgress(Progress, Protocol):
     """A receiver that hears of verification, too. Others hear of what is written."""
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
-        """From now on ``advance`` counts the bytes of ``name``: ``write``, then ``verify``. An earlier, interrupted run
-        has done ``done_bytes`` of ``total_bytes`` already."""
+        """From now on ``advance`` counts the bytes of ``name``: ``write``, ``verify``, ``measure``. An earlier,
+        interrupted run has done ``done_bytes`` of ``total_bytes`` already."""
 
 
 class NoProgress:
@@ -169,6 +182,7 @@ class RunResult:
     """How bytes were written: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
     plan_seconds: float = 0
     verify_seconds: float = 0
+    measure_seconds: float = 0
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     standing: Standing | None = None
@@ -181,5 +195,5 @@ class RunResult:
 
     @property
     def write_seconds(self) -> float:
-        """All that is not planning and not verification."""
-        return self.seconds - self.verify_seconds
+        """All that is not planning, verification or measuring."""
+        return self.seconds - self.verify_seconds - self.measure_seconds

@@ -74,7 +74,9 @@ class HubDestination:
         parts = dst.path.split("/") if dst.path else []
         self.prefix = "".join(f"{p}/" for p in (parts[:-1] if options.single else parts))
         self.create_pr = options.create_pr
-        self.keep = options.verify is not None
+        self.keep = options.verify is not None or options.measure is not None
+        self._late: set[Path] = set()
+        """Small files whose last version comes when the output has been read."""
         self._base = self.branch
         """The revision that the new commit comes on top of."""
         self._tree = Tree("", {})
@@ -185,6 +187,7 @@ class HubDestination:
         self._spool.check_space(total if self.keep else min(total, most_held(sizes, tasks) + waits))
         self._spool.open()
         self._quiet.enter_context(quiet())
+        self._late = {self.partial / name for name in beginning.late}
         self._paths = [self.partial / o.name for o in plan.outputs]
         self._chunks = Chunks(plan, tasks, [n if n >= LARGE else 0 for n in sizes])  # one for each output
         try:
@@ -223,7 +226,10 @@ class HubDestination:
     def complete(self) -> None:
         """Upload all that is left. Small files go into the commit itself."""
         known = self._uploads.known
-        left = [p for p in sorted(self.partial.rglob("*")) if p.is_file() and p not in known]
+        found = [p for p in sorted(self.partial.rglob("*")) if p.is_file()]
+        self._send([p for p in found if p not in known and p not in self._late])
+
+    def _send(self, left: Sequence[Path]) -> None:
         large = [p for p in left if p.lstat().st_size >= LARGE]
         for path in large:
             self._uploads.add(path)
@@ -253,7 +259,8 @@ class HubDestination:
         return self.partial
 
     def seal(self) -> None:
-        """The commit is one step."""
+        """The commit is one step: it has small files in it."""
+        self._send([p for p in sorted(self._late) if p.is_file()])
 
     def publish(self, *, force: bool) -> str | None:
         """Commit. What is in the folder and was not written goes, but for ``STAYS``."""

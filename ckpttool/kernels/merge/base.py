@@ -25,10 +25,10 @@ value whatever ``--memory`` and however many workers. No method sees a whole ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -100,6 +100,17 @@ Program = Generator[Pass, None, Combine]
 """Yields what must see every chunk, returns what writes the float32 result of a chunk into its second argument."""
 
 
+class Parts(NamedTuple):
+    """What a method that picks elements lets each model add, before it adds them up: for reports."""
+
+    of: Callable[[Chunk], Iterator[Array]]
+    """Yields, model by model, what it adds in a chunk: zero where the method drops the element. An array stays until
+    the end of the chunk, but for methods that are ``one_at_a_time``."""
+    vote: Callable[[int, Array, Array], None] | None = None
+    """Puts what model ``i`` votes with, given what it adds, into the third argument: the sign of the sum of all votes
+    is elected (0 counts as positive), and what has another sign is left out. None: nothing is elected."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of a method."""
@@ -137,6 +148,8 @@ class Method:
     """Computing in float32 with draws that repeat mergekit's, it ranks rows as torch does, and so needs torch."""
     one_at_a_time: bool = False
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
+    parts: Callable[[Tensor], Generator[Pass, None, Parts]] | None = None
+    """Of a method that picks elements: finds out which, in as many passes as it must."""
     passes: Passes = lambda _whole, _models: 0
     """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
 

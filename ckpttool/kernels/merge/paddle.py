@@ -20,6 +20,7 @@ from ckpttool.kernels.merge.base import (
     Combine,
     Method,
     Parameter,
+    Parts,
     Pass,
     Passes,
     Program,
@@ -186,6 +187,33 @@ def _linear(tensor: Tensor, take: Take) -> Combine:
     return combine
 
 
+def _vote(tensor: Tensor, weights: Array) -> Callable[[int, Array, Array], None]:
+    """What a model's t_i votes with: w_i t_i, or its sign with ``elect_count``."""
+
+    def vote(i: int, t: Array, out: Array) -> None:
+        if tensor.whole["elect_count"]:
+            np.sign(t, out=out)
+        else:
+            np.multiply(t, weights[i], out=out)
+
+    return vote
+
+
+def _parts(thin: Thin, *, elect: bool) -> Callable[[Tensor], Generator[Pass, None, Parts]]:
+    """The thinned t_i, whatever they weigh."""
+
+    def parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+        take = yield from thin(tensor)
+
+        def of(chunk: Chunk) -> Iterator[Array]:
+            for i in range(len(tensor.models)):
+                yield take(chunk, i)
+
+        return Parts(of, _vote(tensor, _weights(tensor).astype(np.float32)) if elect else None)
+
+    return parts
+
+
 def _ties(tensor: Tensor, take: Take) -> Combine:
     """sum w_i t_i over the t_i of the elected sign; with ``normalize`` over their sum of weights (below 1e-8: 1).
 
@@ -193,16 +221,14 @@ def _ties(tensor: Tensor, take: Take) -> Combine:
     it is that of t_i, even where w_i is negative. Zeros have no sign and are left out.
     """
     weights = _weights(tensor).astype(np.float32)
+    vote = _vote(tensor, weights)
 
     def combine(chunk: Chunk, out: Array) -> None:
         thinned = [take(chunk, i) for i in range(len(weights))]
         term, divisor = chunk.scratch(0), chunk.scratch(1)
         out.fill(0)
-        for w, t in zip(weights, thinned, strict=True):
-            if tensor.whole["elect_count"]:
-                np.sign(t, out=term)
-            else:
-                np.multiply(t, w, out=term)
+        for i, t in enumerate(thinned):
+            vote(i, t, term)
             np.add(out, term, out=out)
         positive = out >= 0
         out.fill(0)
@@ -265,7 +291,15 @@ def _method(
     program.__doc__ = f"{merge.__doc__}\n\nof differences thinned so: {thin.__doc__}" if thin.__doc__ else merge.__doc__
     passes = _PASSES.get(thin, lambda _whole, _models: 0)
     return Method(
-        name, program, formula, paper, per_model=_WEIGHT, whole=_NORMALIZE | whole, random=random, passes=passes
+        name,
+        program,
+        formula,
+        paper,
+        per_model=_WEIGHT,
+        whole=_NORMALIZE | whole,
+        random=random,
+        parts=None if thin is _all else _parts(thin, elect=merge is _ties),
+        passes=passes,
     )
 
 

@@ -5,11 +5,11 @@ What two of them ask of the sorted tensor is answered exactly, whatever its size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Program, Tensor, one_pass
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor, one_pass
 from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
 from ckpttool.kernels.merge.sphere import dot
 
@@ -50,34 +50,10 @@ def sce(tensor: Tensor) -> Program:
     y = b + sum w_i d_i / max(sum w_i, 1e-6).
     """
     count = len(tensor.models)
-    share = tensor.whole["select_topk"]
-    variance = _spread(count)
-    cut: Cut | None = None
-    if share < 1:
-        nonzero = 0
-
-        def survey(chunk: Chunk) -> None:
-            nonlocal nonzero
-            nonzero += int(np.count_nonzero(variance(chunk)))
-
-        def variances(chunk: Chunk, _: Sequence[int]) -> Iterator[Array]:
-            yield variance(chunk)
-
-        yield survey
-        k = int(nonzero * share) if share > 0 else 0
-        if k == 0:
-            return _base
-        (cut,) = yield from cuts(tensor.size, variances, [Rank(0, tensor.size - k)], first=True)
-
+    selected = yield from _selection(tensor)
+    if selected is None:
+        return _base
     squares = np.zeros(count)
-
-    def selected(chunk: Chunk) -> list[Array]:
-        """The differences of the chunk, zero where they are not selected."""
-        if cut is None:
-            return [chunk.delta(i) for i in range(count)]
-        keep = chunk.scratch(2, np.bool_)
-        cut.above(variance(chunk), chunk.start, keep, first=True)
-        return [np.multiply(d, keep, out=d) for d in (chunk.delta(i) for i in range(count))]
 
     def weigh(chunk: Chunk) -> None:
         for i, d in enumerate(selected(chunk)):
@@ -107,6 +83,53 @@ def sce(tensor: Tensor) -> Program:
         np.add(out, chunk.base(), out=out)
 
     return combine
+
+
+def _selection(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], list[Array]] | None]:
+    """What gives the differences of a chunk, zero where ``sce`` does not select them; None if it selects nothing."""
+    count = len(tensor.models)
+    share = tensor.whole["select_topk"]
+    variance = _spread(count)
+    cut: Cut | None = None
+    if share < 1:
+        nonzero = 0
+
+        def survey(chunk: Chunk) -> None:
+            nonlocal nonzero
+            nonzero += int(np.count_nonzero(variance(chunk)))
+
+        def variances(chunk: Chunk, _: Sequence[int]) -> Iterator[Array]:
+            yield variance(chunk)
+
+        yield survey
+        k = int(nonzero * share) if share > 0 else 0
+        if k == 0:
+            return None
+        (cut,) = yield from cuts(tensor.size, variances, [Rank(0, tensor.size - k)], first=True)
+
+    def selected(chunk: Chunk) -> list[Array]:
+        if cut is None:
+            return [chunk.delta(i) for i in range(count)]
+        keep = chunk.scratch(2, np.bool_)
+        cut.above(variance(chunk), chunk.start, keep, first=True)
+        return [np.multiply(d, keep, out=d) for d in (chunk.delta(i) for i in range(count))]
+
+    return selected
+
+
+def _sce_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+    selected = yield from _selection(tensor)
+
+    def of(chunk: Chunk) -> Iterator[Array]:
+        if selected is not None:
+            yield from selected(chunk)
+            return
+        for i in range(len(tensor.models)):
+            nothing = chunk.model(i)
+            nothing.fill(0)
+            yield nothing
+
+    return Parts(of, lambda _, part, out: np.copyto(out, part))
 
 
 def _base(chunk: Chunk, out: Array) -> None:
@@ -142,6 +165,16 @@ def arcee_fusion(tensor: Tensor) -> Program:
     """
     if not tensor.size:
         return _base
+    taken = yield from _fused(tensor)
+
+    def combine(chunk: Chunk, out: Array) -> None:
+        np.add(taken(chunk), chunk.base(), out=out)
+
+    return combine
+
+
+def _fused(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
+    """What gives the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
     columns = tensor.columns
     divergences = np.empty((tensor.size // columns, 1), np.float32)
 
@@ -161,12 +194,21 @@ def arcee_fusion(tensor: Tensor) -> Program:
     q1, median, q3 = np.array(quartiles, np.float32)
     threshold = median + np.float32(1.5) * (q3 - q1)
 
-    def combine(chunk: Chunk, out: Array) -> None:
+    def taken(chunk: Chunk) -> Array:
         keep = importance(chunk) >= threshold
-        np.multiply(chunk.delta(0), keep, out=out)
-        np.add(out, chunk.base(), out=out)
+        d = chunk.delta(0)
+        return np.multiply(d, keep, out=d)
 
-    return combine
+    return taken
+
+
+def _fused_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+    taken = yield from _fused(tensor)
+
+    def of(chunk: Chunk) -> Iterator[Array]:
+        yield taken(chunk)
+
+    return Parts(of)
 
 
 def _changed(tensor: Tensor, chunk: Chunk) -> tuple[list[Array], list[Array], Array]:
@@ -202,6 +244,17 @@ def ram(tensor: Tensor) -> Program:
     """
     yield from ()
     return _ram(tensor, [np.float32(1)] * len(tensor.models))
+
+
+def _ram_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+    yield from ()
+
+    def of(chunk: Chunk) -> Iterator[Array]:
+        deltas, changed, _ = _changed(tensor, chunk)
+        for d, mask in zip(deltas, changed, strict=True):
+            yield np.multiply(d, mask, out=d)
+
+    return Parts(of)
 
 
 def ramplus_tl(tensor: Tensor) -> Program:
@@ -241,6 +294,7 @@ METHODS = {
                 "int8_mask": Parameter("bool", default=False, help="no effect: masks are always small"),
             },
             base="needed",
+            parts=_sce_parts,
             passes=lambda whole, _: 4 if whole["select_topk"] < 1 else 1,
         ),
         Method(
@@ -251,6 +305,7 @@ METHODS = {
             base="needed",
             models=(1, 1),
             rows=True,
+            parts=_fused_parts,
             passes=lambda _whole, _models: 3,
         ),
         Method(
@@ -260,6 +315,7 @@ METHODS = {
             "https://arxiv.org/abs/2601.13572",
             whole={"epsilon": _EPSILON},
             base="needed",
+            parts=_ram_parts,
         ),
         Method(
             "ramplus_tl",
@@ -272,6 +328,7 @@ METHODS = {
                 "epsilon": _EPSILON,
             },
             base="needed",
+            parts=_ram_parts,
             passes=one_pass,
         ),
     )

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor
+from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor
 from ckpttool.kernels.merge.order import Cut, Rank, cuts
 
 Keep = Callable[[Chunk, Array, Array], None]
@@ -58,12 +58,12 @@ def dare_linear(tensor: Tensor) -> Program:
 
     The paper's factor 1 / density is mergekit's sum |d| / sum |m d|.
     """
-    return (yield from _merge(tensor, _drawn(tensor), elect=False))
+    return (yield from _merge(tensor, (yield from _drawn(tensor)), elect=False))
 
 
 def dare_ties(tensor: Tensor) -> Program:
     """Each element stays with probability ``density``, as in ``dare_linear``; election, as in ``ties``."""
-    return (yield from _merge(tensor, _drawn(tensor), elect=True))
+    return (yield from _merge(tensor, (yield from _drawn(tensor)), elect=True))
 
 
 def della(tensor: Tensor) -> Program:
@@ -75,12 +75,12 @@ def della(tensor: Tensor) -> Program:
     row of one element, where mergekit divides by zero, the probability is ``density``. Draws that repeat mergekit's
     rank equals as torch's unstable sort does on the machine at hand, which is part of its results.
     """
-    return (yield from _merge(tensor, _drawn_by_rank(tensor), elect=True))
+    return (yield from _merge(tensor, (yield from _drawn_by_rank(tensor)), elect=True))
 
 
 def della_linear(tensor: Tensor) -> Program:
     """Elements stay as in ``della``; sum."""
-    return (yield from _merge(tensor, _drawn_by_rank(tensor), elect=False))
+    return (yield from _merge(tensor, (yield from _drawn_by_rank(tensor)), elect=False))
 
 
 def breadcrumbs(tensor: Tensor) -> Program:
@@ -181,7 +181,9 @@ def _absolute(chunk: Chunk, delta: Array) -> Array:
     return out
 
 
-def _drawn(tensor: Tensor) -> list[Keep | None]:
+def _drawn(tensor: Tensor) -> Keeps:
+    yield from ()
+
     def keep(i: int, density: float) -> Keep:
         def draw(chunk: Chunk, _delta: Array, out: Array) -> None:
             tensor.draws.bernoulli(i, chunk.start, density, out)
@@ -213,7 +215,8 @@ def _order_of_row(row: Array) -> Array:
     return order[upper]
 
 
-def _drawn_by_rank(tensor: Tensor) -> list[Keep | None]:
+def _drawn_by_rank(tensor: Tensor) -> Keeps:
+    yield from ()
     working = getattr(tensor.draws, "working", "F32")
     columns = tensor.columns
 
@@ -274,15 +277,14 @@ def _chances(columns: int, density: float, epsilon: float, working: str) -> Arra
 # Adding up what is left
 
 
-def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
-    """The rest of every method, once it is known what stays."""
-    weights = [np.float32(p["weight"]) for p in tensor.models]
-    factors = (yield from _factors(tensor, keeps)) if tensor.whole["rescale"] else {}
-    scale = np.float32(tensor.whole["lambda"])
-    normalize = bool(tensor.whole["normalize"])
-    total = np.cumsum(weights, dtype=np.float32)[-1]
-    if abs(total) < 1e-8:
-        total = np.float32(1)
+def _weights(tensor: Tensor) -> list[np.float32]:
+    return [np.float32(p["weight"]) for p in tensor.models]
+
+
+def _products(
+    weights: Sequence[np.float32], keeps: Sequence[Keep | None], factors: Mapping[int, np.float32]
+) -> Callable[[Chunk, Array, int], Array]:
+    """What gives p_i of a chunk, in the model's own buffer; its second argument is the base."""
 
     def product(chunk: Chunk, base: Array, i: int) -> Array:
         p = chunk.model(i)
@@ -295,6 +297,39 @@ def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Prog
             np.multiply(p, factor, out=p)
         np.multiply(p, weights[i], out=p)
         return p
+
+    return product
+
+
+def _parts(choose: Callable[[Tensor], Keeps], *, elect: bool) -> Callable[[Tensor], Generator[Pass, None, Parts]]:
+    """The p_i of a method; those of an election vote with what they are."""
+
+    def parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+        keeps = yield from choose(tensor)
+        # Without an election nobody asks how large they are.
+        factors = (yield from _factors(tensor, keeps)) if elect and tensor.whole["rescale"] else {}
+        product = _products(_weights(tensor), keeps, factors)
+
+        def of(chunk: Chunk) -> Iterator[Array]:
+            base = chunk.base()
+            for i in range(len(tensor.models)):
+                yield product(chunk, base, i)
+
+        return Parts(of, (lambda _, part, out: np.copyto(out, part)) if elect else None)
+
+    return parts
+
+
+def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
+    """The rest of every method, once it is known what stays."""
+    weights = _weights(tensor)
+    factors = (yield from _factors(tensor, keeps)) if tensor.whole["rescale"] else {}
+    product = _products(weights, keeps, factors)
+    scale = np.float32(tensor.whole["lambda"])
+    normalize = bool(tensor.whole["normalize"])
+    total = np.cumsum(weights, dtype=np.float32)[-1]
+    if abs(total) < 1e-8:
+        total = np.float32(1)
 
     def add(chunk: Chunk, base: Array, out: Array) -> None:
         np.add(product(chunk, base, 0), 0, out=out)  # a sum begins with +0, which takes up -0
@@ -407,6 +442,7 @@ def _method(
     paper: str,
     more: Mapping[str, Parameter] | None = None,
     *,
+    choose: Callable[[Tensor], Keeps] | None = None,
     elect: bool = False,
     normalize: bool = False,
     random: bool = False,
@@ -432,22 +468,24 @@ def _method(
         sorts_with_torch=more is _EPSILON,
         passes=lambda whole, _: searches + int(whole["rescale"]) if stays else 0,
         one_at_a_time=not elect,
+        parts=_parts(choose, elect=elect) if choose else None,
     )
 
+
+_RANKED = "drawn by rank"
+_BETWEEN = "neither the largest nor the smallest |d_i|"
 
 METHODS = {
     m.name: m
     for m in (
         _method(task_arithmetic, "", "2212.04089"),
-        _method(ties, "the largest |d_i|", "2306.01708", elect=True, normalize=True, searches=2),
-        _method(dare_linear, "drawn", "2311.03099", random=True),
-        _method(dare_ties, "drawn", "2311.03099", elect=True, random=True),
-        _method(della, "drawn by rank", "2406.11617", _EPSILON, elect=True, normalize=True, random=True),
-        _method(della_linear, "drawn by rank", "2406.11617", _EPSILON, random=True),
-        _method(breadcrumbs, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, searches=2),
-        _method(
-            breadcrumbs_ties, "neither the largest nor the smallest |d_i|", "2312.06795", _GAMMA, elect=True, searches=2
-        ),
+        _method(ties, "the largest |d_i|", "2306.01708", choose=_largest, elect=True, normalize=True, searches=2),
+        _method(dare_linear, "drawn", "2311.03099", choose=_drawn, random=True),
+        _method(dare_ties, "drawn", "2311.03099", choose=_drawn, elect=True, random=True),
+        _method(della, _RANKED, "2406.11617", _EPSILON, choose=_drawn_by_rank, elect=True, normalize=True, random=True),
+        _method(della_linear, _RANKED, "2406.11617", _EPSILON, choose=_drawn_by_rank, random=True),
+        _method(breadcrumbs, _BETWEEN, "2312.06795", _GAMMA, choose=_between, searches=2),
+        _method(breadcrumbs_ties, _BETWEEN, "2312.06795", _GAMMA, choose=_between, elect=True, searches=2),
     )
 }
 """The methods by name; parameters and defaults are those of mergekit 0.1.5's registry."""

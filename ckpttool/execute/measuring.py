@@ -1,0 +1,195 @@
+"""What a merge has become of, measured: its result is read back beside the models, tensor by tensor.
+
+Any machine can measure a tensor by itself, as it can verify one: see ``verification``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.dtypes import CASTABLE, itemsize
+from ckpttool.execute.blocks import Mover
+from ckpttool.execute.compute import Computing
+from ckpttool.execute.draws import tensor_draws
+from ckpttool.execute.options import Advance, unwatched
+from ckpttool.execute.reader import Reads, in_turn, reading
+from ckpttool.execute.reads import operands_at_hand
+from ckpttool.kernels.merge.measure import Measured
+from ckpttool.plan import Block, Compute, Copy, Plan, Randomness, Stored
+from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.storage.travel import SentFiles
+
+if TYPE_CHECKING:
+    from ckpttool.execute.fleets.base import Fleet
+
+_WORKERS = 2
+"""Threads that measure."""
+
+
+class Item(NamedTuple):
+    """A tensor to be measured."""
+
+    compute: Compute
+    """How it was worked out; it has no outputs here."""
+    result: Stored
+    """What was written; its files follow those of the sources."""
+    nbytes: int
+
+    @property
+    def written(self) -> Iterator[int]:
+        """Numbers of the files that hold it, those of the sources counted."""
+        return (c.src.file for c in self.result.copies)
+
+
+def items_of(plan: Plan) -> list[Item]:
+    """What there is to measure. Left out are tensors that are no floats, and those that are not written whole."""
+    found = []
+    for unit in plan.units:
+        for step in unit.steps:
+            if not isinstance(step, Compute) or step.dtype not in CASTABLE:
+                continue
+            # Ranks may hold the same: one of them is read.
+            boxes = {(c.src.offset, c.src.strides, c.shape): c for c in step.outputs}
+            if sum([prod(c.shape) for c in boxes.values()]) != prod(step.shape):
+                continue
+            copies = tuple([_back(c, len(plan.sources)) for c in boxes.values()])
+            result = Stored(step.dtype, step.shape, copies, f"`{step.name}` as it was written")
+            found.append(Item(step._replace(outputs=()), result, prod(step.shape) * itemsize(step.dtype)))
+    return found
+
+
+def _back(copy: Copy, first: int) -> Copy:
+    src, dst = copy.src, copy.dst
+    return Copy(
+        Block(first + dst.file, dst.offset, dst.strides),
+        Block(0, src.offset, src.strides),
+        copy.shape,
+        copy.dst_dtype,
+        copy.src_dtype,
+    )
+
+
+class Measuring:
+    """Measures tensors, in several threads. It can be pickled; what it has opened stays behind."""
+
+    def __init__(
+        self,
+        sources: SentFiles,
+        written: SentFiles,
+        randomness: Randomness | None,
+        memory: int,
+        advance: Advance = unwatched,
+        looked_for: SentFiles | None = None,
+    ) -> None:
+        """``looked_for`` are files that were written and are read on other machines."""
+        self._looked_for = looked_for or SentFiles()
+        self._sources = sources
+        self._written = written
+        self._randomness = randomness
+        self._memory = memory
+        self._advance = advance
+        self._tools = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self._sources, self._written, self._randomness, self._memory, unwatched, self._looked_for)
+        return Measuring, arguments
+
+    @property
+    def files(self) -> Iterable[DataFile]:
+        """What must be the same on all machines."""
+        return (*self._sources, *self._looked_for)
+
+    def reads(self, _item: Item) -> Reads:
+        """Operands are read ahead when their turn comes."""
+        return Reads(())
+
+    def do(self, item: Item) -> Measured:
+        """Measure a tensor. Whoever calls has a medium open; see ``reading``."""
+        computing = self._computing()
+        told = 0
+
+        def seen(elements: int, of: int) -> None:
+            nonlocal told
+            now = item.nbytes * elements // max(of, 1)
+            self._advance(now - told)
+            told = now
+
+        all_of_it = item.compute._replace(models=(*item.compute.models, item.result))
+        with operands_at_hand(all_of_it, computing.carrier):
+            found = computing.measure(item.compute, item.result, seen)
+        self._advance(item.nbytes - told)
+        return found
+
+    def _computing(self) -> Computing:
+        mine: Computing | None = getattr(self._tools, "computing", None)
+        if mine is None:
+            with reading() as pool:
+                files = [f.contents for f in (*self._sources, *self._written)]
+                carrier = Mover(files, (), pool, 1 << 20, threading.Event())
+                memory = self._memory - (pool.ahead if any(map(pool.is_far, files)) else 0)
+                mine = Computing(carrier, memory // _WORKERS, tensor_draws(self._randomness))
+            self._tools.computing = mine
+        return mine
+
+
+class Measurement:
+    """Measures the result of a plan, here or on other machines: ``RunOptions.measure``."""
+
+    def __init__(self, plan: Plan, memory: int, connections: int | None = None) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._connections = connections
+        self.found: dict[str, Measured] = {}
+        """By the name of the tensor, once it is done."""
+
+    def __call__(self, written: Place, advance: Advance) -> None:
+        """Measure all of it. ``advance`` is told the bytes of ``written`` that are done."""
+        items = items_of(self._plan)
+        with reading(memory=self._memory // 2, connections=self._connections):
+            self._conclude(items, self._here(items, written, advance))
+
+    def on(
+        self, fleet: Fleet, written: Place, advance: Advance, stop: threading.Event, private: Path | None = None
+    ) -> None:
+        """The same on other machines. What lies below ``private`` is on this machine alone, and measured here. Raises
+        Stopped once ``stop`` is set, and what ``dispatch`` raises."""
+        from ckpttool.execute.fleets.calls import Limits, map_over
+
+        items = items_of(self._plan)
+        with reading(memory=self._memory // 2, connections=self._connections):
+            outputs = self._outputs(written)
+            first = len(self._plan.sources)
+            alone = {i for i, f in enumerate(outputs, first) if private and str(f.place).startswith(f"{private}/")}
+            mine = [item for item in items if not alone.isdisjoint(item.written)]
+            self._conclude(mine, self._here(mine, written, advance))
+        there = [item for item in items if alone.isdisjoint(item.written)]
+        used = SentFiles([outputs[i - first] for i in dict.fromkeys(i for item in there for i in item.written)])
+        work = Measuring(self._sources(), outputs, self._plan.randomness, self._memory, looked_for=used)
+        limits = Limits(self._memory // 2, self._connections)
+        sizes = [item.nbytes for item in there]
+        self._conclude(there, map_over(fleet, work, there, sizes, limits, stop=stop, advance=advance))
+
+    def _conclude(self, items: Sequence[Item], found: Iterable[Measured]) -> None:
+        self.found |= {item.compute.name: one for item, one in zip(items, found, strict=True)}
+
+    def _here(self, items: Sequence[Item], written: Place, advance: Advance) -> Iterator[Measured]:
+        work = Measuring(self._sources(), self._outputs(written), self._plan.randomness, self._memory, advance)
+        with closing(in_turn(_WORKERS, work.do, items, work.reads)) as found:
+            yield from found
+
+    def _sources(self) -> SentFiles:
+        return SentFiles([DataFile(parse_place(s.path), s.size, s.tag, s.encoding) for s in self._plan.sources])
+
+    def _outputs(self, written: Place) -> SentFiles:
+        return SentFiles([DataFile(_below(written, o.name), o.size, "") for o in self._plan.outputs])
+
+
+def _below(place: Place, name: str) -> Place:
+    for part in name.split("/"):
+        place = place / part
+    return place
