@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import TextIOWrapper
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.adapters import changed_parts
 from ckpttool.catalog import Catalog, Key
@@ -30,15 +30,14 @@ from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
 from ckpttool.ops.merge.form import OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
-from ckpttool.ops.merge.provenance import CARD, ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
+from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import VocabularyPlan
 from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
-from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place
+from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.recode import Recoding
@@ -48,6 +47,12 @@ from ckpttool.targeting.verify import look_through
 from ckpttool.vocabulary.read import TOKENIZER_FILES
 from ckpttool.words import some
 
+if TYPE_CHECKING:  # of a card and a report, which are rarely asked for
+    from ckpttool.execute.measuring import Measurement
+    from ckpttool.ops.merge.card import Parents
+    from ckpttool.ops.merge.distances import Distances
+
+CARD = "README.md"
 FACTOR = re.compile(r"(?:\A|\.)(?:lora|hada|lokr|vera)_")
 """In names of tensors: a factor of a low-rank product."""
 
@@ -79,6 +84,10 @@ class PreparedMerge:
     roots: tuple[str, ...]
     parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
     """Of directories of several models, the merge of each part."""
+    parents: Parents | None = None
+    """What the card of the merge is made of, where there is to be one."""
+    again: str = ""
+    """Flags that are needed beside the recipe to make the same."""
 
     @property
     def plan(self) -> Plan:
@@ -98,6 +107,8 @@ class MergeResult:
     dst: Place
     run: RunResult
     verified: bool = False
+    distances: Distances | None = None
+    """How far DST is from the sources, if that was measured."""
 
 
 def prepare(
@@ -144,15 +155,16 @@ def prepare(
     provenance = _provenance(recipe, choices, models, adaptations, builder)
     if str(donor_ref) not in {origin.label for origin in provenance.origins}:
         models.notes.append(f"{donor_ref} gives config and tokenizer only: `{recipe.method}` has no base")
-    written = list(words.files.items()) if words is not None else []
+    parents = _parents(models, refs, donor_ref) if choices.card else None
+    merged = _as_checkpoint(recipe, donor, models, builder, config, options, words, form)
     if choices.card:
-        written.append(("README.md", _card(donor, provenance)))
+        merged.stored.companions = tuple([n for n in merged.stored.companions if n != CARD])
     prepared = plan_target(
-        _as_checkpoint(recipe, donor, models, builder, config, options, words, form),
+        merged,
         replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form, donor.checkpoint)),
         selection,
         computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
-        written=written,
+        written=list(words.files.items()) if words is not None else (),
     )
     provenance.format = prepared.format
     methods = [c.method == "passthrough" and recipe.method != "passthrough" for c in builder.computed]
@@ -163,6 +175,8 @@ def prepare(
         merged=methods.count(False),
         copied=methods.count(True),
         roots=tuple(dict.fromkeys(r.path for r in refs)),
+        parents=parents,
+        again=_flags(choices, target, selection, random=METHODS[recipe.method].random),
     )
 
 
@@ -201,10 +215,21 @@ def prepare_one(
 
 
 def execute(
-    prepared: PreparedMerge, dst: AnyPlace, options: RunOptions, progress: Progress, *, verify: bool = False
+    prepared: PreparedMerge,
+    dst: AnyPlace,
+    options: RunOptions,
+    progress: Progress,
+    *,
+    verify: bool = False,
+    measure: bool = False,
 ) -> MergeResult:
-    """Write DST. Raises OutputError, CorruptError, or VerifyError when ``verify`` finds a difference."""
+    """Write DST, and with ``measure`` find out how far it is from the sources.
+
+    Raises OutputError, CorruptError, UsageError for what cannot be measured, or VerifyError when ``verify`` finds a
+    difference.
+    """
     place = parse_place(dst)
+    measurement = _measurement(prepared, options) if measure else None
     target, plan = prepared.target, prepared.plan
     record = PROGRAM_RECORD if reader(target.format).capabilities.exact else RECORD
     late: dict[str, Callable[[Mapping[str, str]], bytes]] = {}
@@ -212,16 +237,69 @@ def execute(
     for part, one in prepared.parts.items():
         late[part.folder + RECORD] = partial(_record_of, one, first)
         first += len(one.plan.units)
+    if prepared.parents is not None:
+        late[record] = partial(prepared.provenance.record, plan)
+        late[CARD] = partial(_card, prepared, place.name, measurement)
     check = Verification(partial(look_through, target), options.memory, options.connections)
     options = replace(
         options,
         source_roots=prepared.roots,
         late_files=late or {record: partial(prepared.provenance.record, plan)},
         verify=check if verify else None,
+        measure=measurement,
         prove=check,
     )
     result = run(plan, place, options, progress)
-    return MergeResult(prepared, place, result, verify and result.committed)
+    return MergeResult(prepared, place, result, verify and result.committed, _distances(prepared, measurement))
+
+
+def check_measurable(prepared: PreparedMerge, options: RunOptions) -> None:
+    """Raises UsageError for a merge whose result is not compared with its sources."""
+    hint = "omit it; `ckpttool inspect --html` has a report on a checkpoint"
+    if prepared.single:
+        raise UsageError("--report says how far a merge is from its sources, and there is one source", hint=hint)
+    if prepared.parts:
+        what = "--report is for one model, and the sources are directories of several"
+        raise UsageError(what, hint="merge one part of them: PIPELINE/transformer")
+    if options.member is not None:
+        raise UsageError("--report and --part I/N exclude each other", hint="use --on, or one process")
+
+
+def _measurement(prepared: PreparedMerge, options: RunOptions) -> Measurement:
+    from ckpttool.execute.measuring import Measurement  # which no other merge needs
+
+    check_measurable(prepared, options)
+    return Measurement(prepared.plan, options.memory, options.connections)
+
+
+def _distances(prepared: PreparedMerge, measurement: Measurement | None) -> Distances | None:
+    if measurement is None:
+        return None
+    from ckpttool.ops.merge.distances import Distances
+
+    p = prepared.provenance
+    return Distances(measurement.found, p.operands, [o.label for o in p.origins])
+
+
+def _card(prepared: PreparedMerge, name: str, measurement: Measurement | None, digests: Mapping[str, str]) -> bytes:
+    """The model card; with distances when they are measured, which is after it is written for the first time."""
+    from ckpttool.ops.merge.card import Subject, card, recipe_text
+    from ckpttool.ops.merge.origins import came_from
+
+    assert prepared.parents is not None  # noqa: S101 - asked before
+    provenance, target = prepared.provenance, prepared.target
+    file = "merge_config.json" if recipe_text(provenance)[1] == "json" else "merge.yml"
+    subject = Subject(
+        name,
+        provenance,
+        came_from(prepared.plan, provenance.operands, prepared.method),
+        prepared.parents,
+        "transformers" if "from_pretrained" in target.usage and not target.removed[0] else "",
+        f"ckpttool merge {file} -o {shlex.quote(name)}{prepared.again}",
+    )
+    hashes = {label: digest for label, (_, digest) in provenance.hashes(prepared.plan, digests).items()}
+    found = _distances(prepared, measurement) if measurement is not None and measurement.found else None
+    return card(subject, hashes, found)
 
 
 def _record_of(one: PreparedMerge, first: int, digests: Mapping[str, str]) -> bytes:
@@ -484,12 +562,30 @@ def _as_checkpoint(
     return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes, form.ops if form else ())
 
 
-def _card(donor: Model, provenance: Provenance) -> bytes:
-    """The donor's model card with a section on the merge at its end."""
-    path = donor.checkpoint.stored.root / "README.md"
-    text = ""
-    if path.is_file() and not leads_away(path) and DataFile.at(path).size <= COMPANION_LIMIT:
-        with TextIOWrapper(path.open("rb"), encoding="utf-8", errors="replace") as f:
-            text = f.read()
-    text = text.split(CARD)[0].rstrip()
-    return (f"{text}\n\n" if text else "").encode() + provenance.card().encode(errors="replace")
+def _parents(models: Models, refs: Sequence[ModelRef], donor: ModelRef) -> Parents:
+    """What the models say of themselves, for the card of the merge."""
+    from ckpttool.ops.merge.card import Card, Parents, hub_names
+
+    cards = {str(r): Card.at(models[r].checkpoint.stored.root) for r in refs}
+    return Parents(cards, str(donor), hub_names(path for r in refs for path in (r.path, *r.adapters)))
+
+
+def _flags(choices: MergeOptions, target: Target, selection: Selection, *, random: bool) -> str:
+    """The flags that change what is written and that no recipe has."""
+    values: list[tuple[str, object]] = [
+        ("--seed", choices.seed if random else 0),
+        ("--rng", choices.rng if random and choices.rng != "counter" else ""),
+        ("--missing", choices.missing),
+        ("--vocab", choices.vocab),
+        ("--dequant", choices.dequant),
+        ("--dtype", target.dtype),
+        ("--to", target.format),
+        ("--max-shard-size", target.max_shard_size),
+        *[(f"--{name}-out", n) for name, n in target.from_flags().items()],
+        *[("--remove-keys", p) for p in selection.remove],
+        *[("--keep-keys", p) for p in selection.keep],
+        *[("--rename", p) for p in selection.rename],
+    ]
+    flags = [name for name, wanted in (("--allow-nonfinite", choices.allow_nonfinite),) if wanted]
+    words = [w for name, value in values if value for w in (name, str(value))]
+    return "".join(f" {shlex.quote(w)}" for w in [*words, *flags])

@@ -1,4 +1,4 @@
-"""Where a merged checkpoint comes from: a record beside it, and a section for its model card."""
+"""Where a merged checkpoint comes from: the record beside it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ paddle.jit.load takes every ``PREFIX*.NAME.json`` for one."""
 ONE = "one checkpoint"
 """What a merge of a single source is called."""
 SCHEMA = "ckpttool.provenance/1"
-CARD = "## Merge\n"
-"""How the section of a model card begins."""
 PACKAGES = ("numpy", "ml_dtypes")
 """Whose arithmetic the values depend on."""
 
@@ -61,24 +59,10 @@ class Provenance:
     """Of the output."""
 
     def record(self, plan: Plan, digests: Mapping[str, str]) -> bytes:
-        """The record as JSON. ``digests`` are the operands' hashes by the keys of ``operand_keys``.
-
-        A source's hash is that of the sorted lines ``<tensor> <hash>``, where a tensor's hash is the one that
-        ``inspect --hash`` shows: it does not depend on how the source is stored.
-        """
-        found: dict[str, dict[str, str]] = {o.label: {} for o in self.origins}
-        for u, unit in enumerate(plan.units):
-            for i, step in enumerate(unit.steps):
-                if not isinstance(step, Compute):
-                    continue
-                for k, (label, name) in enumerate(self.operands.get(step.name, ())):
-                    if digest := digests.get(f"{u}:{i}:{k}"):
-                        found[label][name] = digest
+        """The record as JSON. ``digests`` are the operands' hashes by the keys of ``operand_keys``."""
+        hashes = self.hashes(plan, digests)
         sources = []
         for o in self.origins:
-            h = hasher()
-            for name, digest in sorted(found[o.label].items()):
-                h.update(f"{name} {digest}\n".encode(errors="surrogateescape"))
             count, stored = o.derived
             sources.append(
                 {
@@ -86,8 +70,8 @@ class Provenance:
                     "format": o.format,
                     "files": [{"name": n, "bytes": size} for n, size in o.files],
                     "tensors": o.tensors,
-                    "tensors_hashed": len(found[o.label]),
-                    "hash": f"{ALGORITHM}:{h.hexdigest()}",
+                    "tensors_hashed": hashes[o.label][0],
+                    "hash": hashes[o.label][1],
                     "adapters": [{"path": p, "hash": d} for p, d in o.adapters],
                     "derived": {"tensors": count, "from": "master_weights", "stored": stored} if count else None,
                 }
@@ -106,13 +90,24 @@ class Provenance:
         }
         return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="backslashreplace")
 
-    def card(self) -> str:
-        """A Markdown section for the model card."""
-        models = "\n".join(f"* `{o.label}`" for o in self.origins)
-        text = self.text or json.dumps(self.recipe, indent=2, ensure_ascii=False, default=str)
-        kind = "yaml" if self.text and not self.text.lstrip().startswith("{") else "json"
-        return (
-            f"{CARD}\nThis checkpoint was merged with ckpttool"
-            f" {__version__} by the method `{self.recipe.get('merge_method', '')}` from\n\n{models}\n\n"
-            f"```{kind}\n{text.rstrip()}\n```\n"
-        )
+    def hashes(self, plan: Plan, digests: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+        """By the label of each source, how many of its tensors are hashed, and their hash.
+
+        It is that of the sorted lines ``<tensor> <hash>``, where a tensor's hash is the one that ``inspect --hash``
+        shows: it does not depend on how the source is stored.
+        """
+        found: dict[str, dict[str, str]] = {o.label: {} for o in self.origins}
+        for u, unit in enumerate(plan.units):
+            for i, step in enumerate(unit.steps):
+                if not isinstance(step, Compute):
+                    continue
+                for k, (label, name) in enumerate(self.operands.get(step.name, ())):
+                    if digest := digests.get(f"{u}:{i}:{k}"):
+                        found[label][name] = digest
+        out = {}
+        for label, tensors in found.items():
+            h = hasher()
+            for name, digest in sorted(tensors.items()):
+                h.update(f"{name} {digest}\n".encode(errors="surrogateescape"))
+            out[label] = len(tensors), f"{ALGORITHM}:{h.hexdigest()}"
+        return out

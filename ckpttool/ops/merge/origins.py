@@ -1,0 +1,107 @@
+"""What came from where: the tensors of a merge, gathered by how they come about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.dtypes import nbytes
+from ckpttool.kernels.merge import METHODS
+from ckpttool.kernels.merge.base import Parameter
+from ckpttool.plan import Compute, Gathered, Operand, Plan
+
+Parameters = Sequence[tuple[str, Any]]
+
+
+class Group(NamedTuple):
+    """Tensors that are made of the same sources, in the same way."""
+
+    method: str
+    """``copy`` for what is one model's, unchanged but for its dtype."""
+    models: Sequence[tuple[str, Parameters]]
+    """(label, parameters that are not what they are by default)"""
+    base: str
+    whole: Parameters
+    by_token: bool
+    """Rows are those of the output's tokens, wherever they are in the models."""
+    names: list[str]
+    sizes: list[tuple[int, int]]
+    """(elements, bytes) of each."""
+
+    @property
+    def elements(self) -> int:
+        return sum([n for n, _ in self.sizes])
+
+    @property
+    def nbytes(self) -> int:
+        return sum([n for _, n in self.sizes])
+
+    @property
+    def how(self) -> str:
+        """``ties, lambda 0.5``; ``copy``."""
+        return ", ".join([self.method, *_said(self.whole), *["rows by token"] * self.by_token])
+
+    @property
+    def sources(self) -> list[str]:
+        """``models/a: weight 0.6, density 0.5``, the base last."""
+        found = [": ".join([label, *[", ".join(_said(p))] * bool(p)]) for label, p in self.models]
+        return [*found, *[f"{self.base} (base)"] * bool(self.base)]
+
+
+def _said(parameters: Parameters) -> list[str]:
+    return [f"{name} {str(v).lower() if isinstance(v, bool) else f'{v:g}'}" for name, v in parameters]
+
+
+def computed(plan: Plan) -> Iterator[Compute]:
+    """How each tensor of the output is worked out."""
+    for unit in plan.units:
+        yield from (step for step in unit.steps if isinstance(step, Compute))
+
+
+def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], method: str) -> list[Group]:
+    """The tensors of a plan by how they come about, those with most elements first.
+
+    ``operands`` are (label, tensor there) of each tensor's operands; ``method`` is the recipe's.
+    """
+    found: dict[object, Group] = {}
+    for c in computed(plan):
+        labels = [label for label, _ in operands[c.name]]
+        copied = c.method == "passthrough" and method != "passthrough"
+        schema = METHODS[c.method]
+        each = () if copied else tuple([_other(p, schema.per_model) for p in c.parameters])
+        whole = () if copied else _other(c.whole, schema.whole)
+        by_token = any(map(_is_gathered, c.operands))
+        key = (c.method, copied, tuple(labels), each, whole, by_token)
+        group = found.get(key)
+        if group is None:
+            count = len(c.models)
+            models = [(label, p) for label, p in zip(labels[:count], each or [()] * count, strict=True)]
+            base = labels[count] if c.base is not None else ""
+            group = found[key] = Group("copy" if copied else c.method, models, base, whole, by_token, [], [])
+        elements = prod(c.shape)
+        group.names.append(c.name)
+        group.sizes.append((elements, nbytes(c.dtype, elements)))
+    return sorted(found.values(), key=lambda g: -g.elements)
+
+
+def parameters_of(groups: Sequence[Group], label: str) -> str:
+    """What the recipe gives a model: ``weight 0.6, density 0.5 to 0.7``; "" where that is nothing."""
+    values: dict[str, list[Any]] = {}
+    for group in groups:
+        for name, value in (p for who, found in group.models if who == label for p in found):
+            values.setdefault(name, []).append(value)
+    out = []
+    for name, some in values.items():
+        low, high = min(some), max(some)
+        out.append(_said([(name, low)])[0] + (f" to {high:g}" if low != high else ""))
+    return ", ".join(out)
+
+
+def _other(parameters: Parameters, schema: Mapping[str, Parameter]) -> tuple[tuple[str, Any], ...]:
+    """Those that are not what they are by default."""
+    return tuple([(n, v) for n, v in parameters if n not in schema or v != schema[n].default])
+
+
+def _is_gathered(operand: Operand) -> bool:
+    return isinstance(operand, Gathered)
