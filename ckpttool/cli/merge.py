@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,7 +71,11 @@ class HowToMerge:
     allow_nonfinite: Annotated[
         bool, flag("--allow-nonfinite", "Write NaN and infinities instead of refusing them.")
     ] = False
-    card: Annotated[bool, flag("--card", "Add a section about the merge to README.md of DST.")] = False
+    card: Annotated[bool, flag("--card", "Write a model card, README.md of DST.")] = False
+    report: Annotated[
+        Path | None,
+        value("--report", "FILE", "Also measure how far DST is from the sources, and write an HTML report."),
+    ] = None
     list_methods: Annotated[
         bool,
         typer.Option(
@@ -136,8 +141,13 @@ def merge(
         prepared = prepare_one(sources[0], opened, target, selection, recoding(out.dequant, ""))
     else:
         prepared = prepare(recipe, opened, target, selection, choices)
+    if how.report is not None:
+        report.check_report(prepared, output, run, how.report)
     if flags.dry_run:
         report.show_merge_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
         return
-    result = execute(prepared, output, run, shown.progress(flags), verify=flags.verify)
-    report.show_merge(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose)
+    measure = how.report is not None
+    result = execute(prepared, output, run, shown.progress(flags), verify=flags.verify, measure=measure)
+    if how.report is not None:
+        report.write_report(result, how.report)
+    report.show_merge(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose, page=how.report)

@@ -33,7 +33,7 @@ from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Beginning, Destination
 from ckpttool.execute.destinations.local import MANIFEST
-from ckpttool.execute.files import Medium, SourceReadError, Stopped, create, remove_file, write_error
+from ckpttool.execute.files import FilePool, Medium, SourceReadError, Stopped, create, remove_file, write_error
 from ckpttool.execute.hashing import ALGORITHM, CRC32, joined_crc32
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import (
@@ -364,7 +364,8 @@ class Run:
             began = time.perf_counter()
             self._read_back("measure", self.options.measure)
             self._check_sources()
-            self._write_late(pool)
+            with FilePool() as fresh:  # the other one may have the first versions open
+                self._write_late(fresh)
             self.measure_seconds = time.perf_counter() - began
 
     def _write_late(self, pool: Medium) -> None:

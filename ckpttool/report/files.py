@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 
 from ckpttool.errors import OutputError
+
+
+def check_place(path: Path, what: str, *, appears: Path | None = None) -> None:
+    """See, before long work begins, whether ``save`` may succeed; ``appears`` is a directory that will be there by
+    then. Raises OutputError.
+    """
+    if "://" in str(path) or ":/" in str(path).split("/", 1)[0] + "/":
+        raise OutputError(f"{what} is written on this machine", where=str(path), hint="name a file here")
+    if path.is_dir() or path == appears:
+        raise OutputError(f"{what} cannot be written: there is a directory of this name", where=str(path))
+    if path.exists() or (appears is not None and path.parent.absolute() == appears.absolute()):
+        return
+    if not path.parent.is_dir():
+        raise OutputError(f"{what} cannot be written: there is no such directory", where=str(path.parent))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{what} cannot be written: the directory may not be written", where=str(path.parent))
 
 
 def save(path: Path, content: str, what: str) -> None:

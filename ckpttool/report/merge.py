@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import OutputError, plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, held, peak_memory, plan_files, ranked, show_written, target_of
 from ckpttool.report.tables import table
@@ -117,9 +119,32 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
     plan_files(plan)
 
 
+def check_report(prepared: PreparedMerge, dst: str, run: RunOptions, path: Path) -> None:
+    """``--report``, before anything is written. Raises UsageError and OutputError."""
+    from ckpttool.ops.merge import check_measurable
+    from ckpttool.report.files import check_place
+    from ckpttool.storage.place import parse_place
+
+    check_measurable(prepared, run)
+    place = parse_place(dst)
+    check_place(path, "the report", appears=place if isinstance(place, Path) else None)
+
+
+def write_report(result: MergeResult, path: Path) -> None:
+    """``--report``. Raises OutputError, which says that DST is complete."""
+    from ckpttool.report import merged  # with the page, which few merges need
+
+    try:
+        merged.write(result, path)
+    except OutputError as e:
+        raise type(e)(
+            e.what, where=e.where, hint=f"{result.dst} is complete; name another file, and use --force"
+        ) from e
+
+
 @text.of_a_result()
-def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """What was written, how fast, and what became of the tensors."""
+def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool, page: Path | None = None) -> None:
+    """What was written, how fast, and what became of the tensors; ``page`` is where the report is."""
     prepared, run = result.prepared, result.run
     target = prepared.target
     plan = target.plan
@@ -138,6 +163,7 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
                 "files": files_of(plan),
                 "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
                 "next_step": (run.committed and target.next_step(result.dst)) or None,
+                "report": {"path": str(page), **result.distances.summary()} if result.distances else None,
                 "notes": notes,
             },
             entries=len(plan.outputs) + len(run.manifest),
@@ -155,4 +181,6 @@ def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool
     models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
     said = f"{prepared.method}{models}, {target.format}, {ranked(target.mesh, target.sharding)}, {held(target)}"
     show_written(result, said, "every element is what the merge of the sources gives")
+    if page is not None:
+        text.write(f"report: {plain(str(page))}\n")
     text.next_step(target.next_step(result.dst))

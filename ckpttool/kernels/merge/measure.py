@@ -76,10 +76,10 @@ class _Sums:
         np.copyto(result, chunk.model(self._count))
         self._squares += dot(result, result)
         moved = chunk.scratch(_OWN + 1)
+        base = chunk.base()  # zeros where there is none
+        np.subtract(result, base, out=moved)
         if self._has_base:
-            base = chunk.base()
-            self._side(self._count, result, base, moved)
-            np.subtract(result, base, out=moved)
+            self._side(self._count, result, base, chunk.scratch(_OWN + 2))
         positive, negative = chunk.scratch(_OWN, np.bool_), chunk.scratch(_OWN + 1, np.bool_)
         positive.fill(0)
         negative.fill(0)
@@ -123,7 +123,7 @@ class _Sums:
 
     def result(self) -> Measured:
         gaps, norms, dots = (tuple(map(float, row)) for row in self._sides)
-        tasks = [tuple(map(float, row)) for row in self._tasks] if self._has_base else [(), ()]
+        task_norms, task_dots = (tuple(map(float, row)) for row in self._tasks)
         changed, kept, agreeing = (tuple(map(int, row)) for row in self._counts)
         return Measured(
             self._size,
@@ -131,7 +131,8 @@ class _Sums:
             gaps,
             norms,
             dots,
-            *tasks,
+            task_norms if self._has_base else (),
+            task_dots if self._has_base else (),
             changed if self._has_base else (),
             kept if self._parts is not None else (),
             agreeing if self._elects else (),

@@ -197,7 +197,8 @@ def _fused(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
     def taken(chunk: Chunk) -> Array:
         keep = importance(chunk) >= threshold
         d = chunk.delta(0)
-        return np.multiply(d, keep, out=d)
+        np.multiply(d, keep, out=d)
+        return d
 
     return taken
 

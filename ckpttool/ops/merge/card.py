@@ -21,7 +21,7 @@ from ckpttool.ops.merge.distances import NUMBERS, Distances
 from ckpttool.ops.merge.origins import Group, parameters_of
 from ckpttool.ops.merge.provenance import Provenance
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile, Place, scheme_of
+from ckpttool.storage.place import DataFile, Place
 from ckpttool.version import __version__
 from ckpttool.words import count, short
 
@@ -114,8 +114,8 @@ def hub_names(paths: Iterable[str]) -> list[str]:
     """The models of the Hub that places lie in: ``ORG/NAME``, each once."""
     found = []
     for path in paths:
-        if scheme_of(path) == "hf":
-            owner, _, rest = path.partition("://")[2].partition("/")
+        if path.startswith("hf://"):
+            owner, _, rest = path.removeprefix("hf://").partition("/")
             found.append(f"{owner}/{re.split('[/@]', rest)[0]}")
     return list(dict.fromkeys(found))
 

@@ -109,6 +109,8 @@ class MergeResult:
     verified: bool = False
     distances: Distances | None = None
     """How far DST is from the sources, if that was measured."""
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    """Of the sources, by label, where they were read."""
 
 
 def prepare(
@@ -237,20 +239,31 @@ def execute(
     for part, one in prepared.parts.items():
         late[part.folder + RECORD] = partial(_record_of, one, first)
         first += len(one.plan.units)
-    if prepared.parents is not None:
+    hashes: dict[str, str] = {}
+    if not late:
         late[record] = partial(prepared.provenance.record, plan)
-        late[CARD] = partial(_card, prepared, place.name, measurement)
+    if prepared.parents is not None:
+        late[CARD] = partial(_card, prepared, place.name or "merge", measurement)
+    if measurement is not None:
+        late[record] = partial(_noted, prepared, hashes)
     check = Verification(partial(look_through, target), options.memory, options.connections)
     options = replace(
         options,
         source_roots=prepared.roots,
-        late_files=late or {record: partial(prepared.provenance.record, plan)},
+        late_files=late,
         verify=check if verify else None,
         measure=measurement,
         prove=check,
     )
     result = run(plan, place, options, progress)
-    return MergeResult(prepared, place, result, verify and result.committed, _distances(prepared, measurement))
+    return MergeResult(prepared, place, result, verify and result.committed, _distances(prepared, measurement), hashes)
+
+
+def _noted(prepared: PreparedMerge, hashes: dict[str, str], digests: Mapping[str, str]) -> bytes:
+    """The record; what the sources' hashes are goes into ``hashes``."""
+    found = prepared.provenance.hashes(prepared.plan, digests)
+    hashes |= {label: digest for label, (_, digest) in found.items()}
+    return prepared.provenance.record(prepared.plan, digests)
 
 
 def check_measurable(prepared: PreparedMerge, options: RunOptions) -> None:

@@ -1,0 +1,361 @@
+"""The report of a merge (``merge --report``): what came from where, and how far the result is from its sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpttool.dtypes import nbytes
+from ckpttool.layers import Layers, by_layer
+from ckpttool.names import printable
+from ckpttool.ops.merge.card import HEADS, recipe_text, some_names
+from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
+from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of
+from ckpttool.report.files import save
+from ckpttool.report.page import Document, render
+from ckpttool.report.page.document import (
+    Cell,
+    Column,
+    Heatmap,
+    Kind,
+    Lines,
+    Number,
+    Section,
+    Series,
+    Table,
+    TableColumn,
+)
+from ckpttool.words import count, short
+
+if TYPE_CHECKING:
+    from ckpttool.ops.merge import MergeResult
+
+WHAT = "the report"
+_CHANGES = 50
+"""Rows of the table of the largest changes."""
+_MAPS = 8
+"""Parents with a heat map."""
+_KINDS: dict[str, Kind] = {
+    "distance": "number",
+    "cosine": "number",
+    "task_cosine": "number",
+    "changed": "share",
+    "kept": "share",
+    "agreeing": "share",
+}
+_HELP = {
+    "distance": "L2 norm of the difference by that of the source",
+    "cosine": "of the angle between the result and the source",
+    "task_cosine": "of the angle between what the result and what the source differ from the base by",
+    "changed": "share of the elements in which the source differs from the base",
+    "kept": "share of the elements that the method lets the source add",
+    "agreeing": "of the elements that are kept, the share whose sign is the elected one",
+}
+
+
+def write(result: MergeResult, path: Path) -> None:
+    """Write the report of a merge that was measured. Raises OutputError."""
+    save(path, render(document(result)), WHAT)
+
+
+def document(result: MergeResult) -> Document:
+    """The report as data."""
+    distances, prepared = result.distances, result.prepared
+    assert distances is not None  # noqa: S101 - it is asked for before the merge begins
+    groups = came_from(prepared.plan, prepared.provenance.operands, prepared.method)
+    layers = by_layer(distances.names)
+    sections: list[Section] = [
+        _origins(result, groups, distances),
+        *_by_layer(layers, distances),
+        *_maps(layers, distances),
+        *_picked(layers, distances),
+        _changes(distances),
+        _came_from(groups),
+        _recipe(result),
+        {
+            "id": "tensors",
+            "title": "Tensors",
+            "kind": "tensors",
+            "text": "How far each tensor of the output is from the sources.",
+        },
+    ]
+    columns = [*_sizes(result, distances), *_columns(distances)]
+    return {
+        "schema": "ckpttool.report/1",
+        "title": f"{result.dst.name or 'merge'}: {prepared.method} of {count(len(distances.parents), 'model')}",
+        "subtitle": str(result.dst),
+        "facts": _facts(result, distances),
+        "notes": list(dict.fromkeys(prepared.target.notes)),
+        "sections": sections,
+        "tensors": {"names": list(map(printable, distances.names)), "columns": columns},
+    }
+
+
+def _facts(result: MergeResult, distances: Distances) -> list[list[str]]:
+    prepared = result.prepared
+    p, plan = prepared.provenance, prepared.plan
+    models = [x for x in distances.parents if not x.is_base]
+    facts = [["method", prepared.method], ["models", str(len(models))]]
+    facts += [["base", x.label] for x in distances.parents if x.is_base]
+    if p.seed is not None:
+        facts.append(["seed", f"{p.seed} ({p.rng})"])
+    facts += [
+        ["tensors", f"{prepared.merged:,} merged, {prepared.copied:,} copied"],
+        ["elements", f"{sum(distances.elements):,}"],
+        ["size", short(sum(o.size for o in plan.outputs))],
+        ["format", prepared.target.format],
+    ]
+    if conflicts := distances.conflicts:
+        share = conflicts(distances.everything)
+        facts.append(["conflicts", "" if share is None else f"{100 * share:.2f} % of the elements"])
+    return facts
+
+
+def _label(parent: Parent) -> str:
+    return parent.label + " (base)" * parent.is_base
+
+
+def _origins(result: MergeResult, groups: Sequence[Group], distances: Distances) -> Table:
+    """Where it comes from, and how far it is from there as a whole."""
+    p = result.prepared.provenance
+    hashes = result.hashes
+    joins = {x.label: distances.joins(x) for x in distances.parents}
+    shown = [n for n in NUMBERS if any(n in j for j in joins.values())]
+    columns: list[TableColumn] = [
+        {"title": "source", "kind": "code"},
+        {"title": "parameters"},
+        {"title": "format"},
+        {"title": "size", "kind": "bytes"},
+        *[TableColumn(title=HEADS[n], kind=_KINDS[n]) for n in shown],
+        {"title": "hash", "kind": "code"},
+    ]
+    rows: list[list[Cell]] = []
+    for o, parent in zip(p.origins, distances.parents, strict=True):
+        numbers = [joins[o.label][n](distances.everything) if n in joins[o.label] else None for n in shown]
+        said = parameters_of(groups, o.label)
+        size = sum(n for _, n in o.files)
+        about: list[Cell] = [_label(parent), said, o.format, size]
+        rows.append([*about, *numbers, hashes.get(o.label, "")])
+    text = "; ".join(f"{HEADS[n]}: {_HELP[n]}" for n in shown)
+    return {
+        "id": "sources",
+        "title": "Sources",
+        "kind": "table",
+        "text": f"{text[:1].upper()}{text[1:]}.",
+        "columns": columns,
+        "rows": rows,
+    }
+
+
+def _lines(key: str, layers: Layers, series: Sequence[Series], title: str, y_label: str, text: str) -> list[Lines]:
+    """A line chart over the layers; none where the names speak of no layers."""
+    inside = [i for i, row in enumerate(layers.rows) if row.layer is not None]
+    if len(inside) < 2 or not series:
+        return []
+    one_stack = len({layers.rows[i].stack for i in inside}) == 1
+    x = [layers.rows[i].layer if one_stack else layers.labels[i] for i in inside]
+    chosen = [Series(name=s["name"], values=[s["values"][i] for i in inside]) for s in series]
+    return [
+        {
+            "id": key,
+            "title": title,
+            "kind": "lines",
+            "text": text,
+            "x": [n for n in x if n is not None],
+            "x_label": "layer",
+            "y_label": y_label,
+            "series": chosen,
+        }
+    ]
+
+
+def _series(layers: Layers, distances: Distances, number: str) -> list[Series]:
+    """A line for each parent that has this number."""
+    found: list[Series] = []
+    for parent in distances.parents:
+        join = distances.joins(parent).get(number)
+        if join is not None:
+            found.append({"name": _label(parent), "values": layers.by_row(join)})
+    return found
+
+
+def _by_layer(layers: Layers, distances: Distances) -> list[Lines]:
+    return [
+        *_lines(
+            "distance-by-layer",
+            layers,
+            _series(layers, distances, "distance"),
+            "Distance by layer",
+            "distance",
+            "L2 norm of the difference to a source by that of the source, of all tensors of a layer together.",
+        ),
+        *_lines(
+            "direction-by-layer",
+            layers,
+            _series(layers, distances, "task_cosine"),
+            "Direction by layer",
+            "cosine of the changes",
+            "How much the result has moved away from the base in the direction of each source: 1 is all the way in its"
+            " direction, 0 across it.",
+        ),
+    ]
+
+
+def _maps(layers: Layers, distances: Distances) -> list[Heatmap]:
+    found: list[Heatmap] = []
+    for i, parent in enumerate(distances.parents[:_MAPS]):
+        found.append(
+            {
+                "id": f"distance-map-{i}",
+                "title": f"Distance from {_label(parent)}",
+                "kind": "heatmap",
+                "rows": list(layers.labels),
+                "columns": list(layers.modules),
+                "row_label": "layer",
+                "column_label": "module",
+                "values": layers.grid(distances.joins(parent)["distance"]),
+                "unit": "distance",
+            }
+        )
+    return found
+
+
+def _picked(layers: Layers, distances: Distances) -> list[Section]:
+    """What the method kept, and which signs agreed: of methods that thin out or elect."""
+    conflicts = distances.conflicts
+    own = [Series(name="conflicts", values=layers.by_row(conflicts))] if conflicts else []
+    return [
+        *_lines(
+            "kept-by-layer",
+            layers,
+            _series(layers, distances, "kept"),
+            "Kept by layer",
+            "share of elements",
+            "Share of the elements that the method lets each source add; the others are dropped.",
+        ),
+        *_lines(
+            "signs-by-layer",
+            layers,
+            _series(layers, distances, "agreeing"),
+            "Elected signs by layer",
+            "share of kept elements",
+            "Of the elements that a source adds, the share whose sign is the elected one; the others are left out.",
+        ),
+        *_lines(
+            "conflicts-by-layer",
+            layers,
+            own,
+            "Conflicts by layer",
+            "share of elements",
+            "Share of the elements that one source would make larger and another one smaller than the base.",
+        ),
+    ]
+
+
+def _changes(distances: Distances) -> Table:
+    """The tensors that are farthest from the base, or without one from the nearest source."""
+    joins = [(p, distances.joins(p)["distance"]) for p in distances.parents]
+    base = [j for p, j in joins if p.is_base]
+
+    def far(i: int) -> float:
+        # Without a base: what is near one source has come from there.
+        found = [d for j in (base or [j for _, j in joins]) if (d := j((i,))) is not None and not math.isnan(d)]
+        return min(found, default=-1.0)
+
+    order = sorted(distances.everything, key=lambda i: (-far(i), i))[:_CHANGES]
+    columns: list[TableColumn] = [
+        {"title": "tensor", "kind": "code"},
+        {"title": "elements", "kind": "count"},
+        *[TableColumn(title=f"distance from {_label(p)}", kind="number") for p, _ in joins],
+    ]
+    rows: list[list[Cell]] = []
+    for i in order:
+        about: list[Cell] = [printable(distances.names[i]), distances.elements[i]]
+        rows.append([*about, *[j((i,)) for _, j in joins]])
+    return {
+        "id": "changes",
+        "title": "Largest changes",
+        "kind": "table",
+        "text": "The tensors that are farthest from the base, with the largest distance first."
+        if base
+        else "The tensors that are farthest from the source that is nearest to them, with the largest distance first.",
+        "columns": columns,
+        "rows": rows,
+    }
+
+
+def _came_from(groups: Sequence[Group]) -> Table:
+    rows: list[list[Cell]] = [[some_names(g.names), g.elements, g.nbytes, g.how, "; ".join(g.sources)] for g in groups]
+    return {
+        "id": "origin",
+        "title": "What came from where",
+        "kind": "table",
+        "text": "Tensors that are made of the same sources in the same way, those with most elements first.",
+        "columns": [
+            {"title": "tensors", "kind": "code"},
+            {"title": "elements", "kind": "count"},
+            {"title": "size", "kind": "bytes"},
+            {"title": "method"},
+            {"title": "from", "kind": "code"},
+        ],
+        "rows": rows,
+    }
+
+
+def _recipe(result: MergeResult) -> Table:
+    text, _ = recipe_text(result.prepared.provenance)
+    lines = text.expandtabs(4).splitlines()
+    # Spaces that a browser does not fold.
+    rows: list[list[Cell]] = [["\u00a0" * (len(s) - len(s.lstrip(" "))) + printable(s.lstrip(" "))] for s in lines]
+    return {
+        "id": "recipe",
+        "title": "Recipe",
+        "kind": "table",
+        "columns": [{"title": "recipe", "kind": "code"}],
+        "rows": rows,
+    }
+
+
+def _sizes(result: MergeResult, distances: Distances) -> list[Column]:
+    """What a tensor is."""
+    steps = {c.name: c for c in computed(result.prepared.plan)}
+    found = [steps[n] for n in distances.names]
+    sizes = [nbytes(c.dtype, n) for c, n in zip(found, distances.elements, strict=True)]
+    norms = [math.sqrt(s) if s is not None and s >= 0 else None for s in distances.squares]
+    return [
+        {"id": "dtype", "title": "dtype", "kind": "text", "values": [c.dtype for c in found]},
+        {"id": "shape", "title": "shape", "kind": "shape", "values": [list(c.shape) for c in found]},
+        {"id": "bytes", "title": "bytes", "kind": "bytes", "values": sizes},
+        {"id": "norm", "title": "norm", "kind": "number", "values": norms, "help": "L2 norm of the result"},
+    ]
+
+
+def _columns(distances: Distances) -> list[Column]:
+    """The numbers of each source, and of all of them."""
+    found: list[Column] = []
+    for i, parent in enumerate(distances.parents):
+        for name, join in distances.joins(parent).items():
+            values: list[Number] = [join((at,)) for at in distances.everything]
+            column: Column = {
+                "id": f"{name}_{i}",
+                "title": f"{HEADS[name]}, {_label(parent)}",
+                "kind": _KINDS[name],
+                "values": values,
+                "help": _HELP[name],
+            }
+            if name not in ("distance", "kept"):
+                column["hidden"] = True
+            found.append(column)
+    if conflicts := distances.conflicts:
+        found.append(
+            {
+                "id": "conflicts",
+                "title": "conflicts",
+                "kind": "share",
+                "values": [conflicts((at,)) for at in distances.everything],
+                "help": "share of the elements where two sources pull in opposite directions",
+            }
+        )
+    return found
