@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
@@ -48,6 +49,7 @@ def merge(
     vocab: Literal["", "min", "max", "base"] = "",
     allow_nonfinite: bool = False,
     card: bool = False,
+    report: str | PathLike[str] | None = None,
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
@@ -84,7 +86,9 @@ def merge(
         missing: what happens to tensors that some sources lack.
         vocab: how vocabularies of different sizes are cut or extended.
         allow_nonfinite: write NaN and infinities instead of refusing them.
-        card: add a section about the merge to README.md.
+        card: write a model card, README.md.
+        report: a file of this machine for an HTML page about what came from where, and how far the output is from each
+            source; ``run`` reads both once more for it. Its numbers are ``Written.distances``.
         tp: tensor-parallel ranks of the output; pp, ep, etp, pp_layout, to, dtype, dequant, fuse, unfuse,
             max_shard_size, vocab_multiple, target, betas, remove, keep and rename are those of ``Checkpoint.reshard``.
         format: of the sources; rank_pattern, family and part are those of ``open``.
@@ -126,10 +130,11 @@ def merge(
         base="" if base is None else _named(base, opened),
         params=[f"{name}={_words(value)}" for name, value in (params or {}).items()],
     )
+    page = None if report is None else Path(report)
     if recipe is None:
         recoding = Recoding(None, precision) if precision else None
-        return Merging(prepare_one(names[0], opened, wanted, selection, recoding))
-    return Merging(prepare(recipe, opened, wanted, selection, choices))
+        return Merging(prepare_one(names[0], opened, wanted, selection, recoding), page)
+    return Merging(prepare(recipe, opened, wanted, selection, choices), page)
 
 
 def _named(source: Source, opened: OpenOptions) -> str:

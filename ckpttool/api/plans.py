@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from heapq import nlargest
+from pathlib import Path
 
 from ckpttool.api.arguments import member, nbytes, whole
 from ckpttool.api.results import Written
@@ -16,7 +18,7 @@ from ckpttool.mesh import Mesh
 from ckpttool.ops import reshard as _reshard
 from ckpttool.ops.convert_json import convert as _convert
 from ckpttool.ops.drop_keys import PreparedDrop
-from ckpttool.ops.merge import PreparedMerge
+from ckpttool.ops.merge import PreparedMerge, check_measurable
 from ckpttool.ops.merge import execute as _merge
 from ckpttool.plan import Plan as Steps
 from ckpttool.storage.place import AnyPlace, Place, parse_place
@@ -195,11 +197,16 @@ class Dropping(Resharding):
 class Merging(Resharding):
     """One model out of several."""
 
-    __slots__ = ("merge",)
+    __slots__ = ("merge", "report")
 
-    def __init__(self, merge: PreparedMerge) -> None:
+    def __init__(self, merge: PreparedMerge, report: Path | None = None) -> None:
+        """Raises UsageError for a ``report`` about what is no merge of several models."""
         super().__init__(merge.target)
         self.merge = merge
+        self.report = report
+        """The HTML page that ``run`` writes, too."""
+        if report is not None:
+            check_measurable(merge, RunOptions())
 
     @property
     def method(self) -> str:
@@ -207,8 +214,16 @@ class Merging(Resharding):
         return self.merge.method
 
     def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written:
-        done = _merge(self.merge, dst, options, progress, verify=verify)
-        return self._written(dst, done.run, verified=done.verified)
+        if self.report is None:
+            done = _merge(self.merge, dst, options, progress, verify=verify)
+            return self._written(dst, done.run, verified=done.verified)
+        from ckpttool.report.merge import check_report, write_report  # with the page, which few merges need
+
+        check_report(self.merge, dst, options, self.report)
+        done = _merge(self.merge, dst, options, progress, verify=verify, measure=True)
+        write_report(done, self.report)
+        written = self._written(dst, done.run, verified=done.verified)
+        return replace(written, distances=done.distances.summary() if done.distances else None)
 
 
 class Conversion(Plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +43,8 @@ class Written:
     """It is complete. False while other parts are not done: the last of them makes it so."""
     waiting_for: tuple[int, ...] = ()
     """Numbers of these parts."""
+    distances: Mapping[str, Any] | None = None
+    """Of a merge with a report: how far it is from each source, as ``merge --json`` has it."""
 
     def __fspath__(self) -> str:
         """So that it can be opened, merged or compared as it is."""

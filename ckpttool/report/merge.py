@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
+    from ckpttool.storage.place import AnyPlace
 
 PLAN_SCHEMA = "ckpttool.merge-plan/1"
 MERGE_SCHEMA = "ckpttool.merge/1"
@@ -119,7 +120,7 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
     plan_files(plan)
 
 
-def check_report(prepared: PreparedMerge, dst: str, run: RunOptions, path: Path) -> None:
+def check_report(prepared: PreparedMerge, dst: AnyPlace, run: RunOptions, path: Path) -> None:
     """``--report``, before anything is written. Raises UsageError and OutputError."""
     from ckpttool.ops.merge import check_measurable
     from ckpttool.report.files import check_place

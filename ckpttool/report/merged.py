@@ -66,6 +66,7 @@ def document(result: MergeResult) -> Document:
     assert distances is not None  # noqa: S101 - it is asked for before the merge begins
     groups = came_from(prepared.plan, prepared.provenance.operands, prepared.method)
     layers = by_layer(distances.names)
+    models = sum(not p.is_base for p in distances.parents)
     sections: list[Section] = [
         _origins(result, groups, distances),
         *_by_layer(layers, distances),
@@ -84,7 +85,7 @@ def document(result: MergeResult) -> Document:
     columns = [*_sizes(result, distances), *_columns(distances)]
     return {
         "schema": "ckpttool.report/1",
-        "title": f"{result.dst.name or 'merge'}: {prepared.method} of {count(len(distances.parents), 'model')}",
+        "title": f"{result.dst.name or 'merge'}: {prepared.method} of {count(models, 'model')}",
         "subtitle": str(result.dst),
         "facts": _facts(result, distances),
         "notes": list(dict.fromkeys(prepared.target.notes)),

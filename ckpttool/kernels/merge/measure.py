@@ -76,9 +76,9 @@ class _Sums:
         np.copyto(result, chunk.model(self._count))
         self._squares += dot(result, result)
         moved = chunk.scratch(_OWN + 1)
-        base = chunk.base()  # zeros where there is none
-        np.subtract(result, base, out=moved)
-        if self._has_base:
+        base = chunk.base() if self._has_base else None
+        if base is not None:
+            np.subtract(result, base, out=moved)
             self._side(self._count, result, base, chunk.scratch(_OWN + 2))
         positive, negative = chunk.scratch(_OWN, np.bool_), chunk.scratch(_OWN + 1, np.bool_)
         positive.fill(0)
@@ -86,7 +86,7 @@ class _Sums:
         for i in range(self._count):
             x = chunk.model(i)
             self._side(i, result, x, chunk.scratch(_OWN + 2))
-            if self._has_base:
+            if base is not None:
                 d = np.subtract(x, base, out=x)
                 self._tasks[:, i] += dot(d, d), dot(moved, d)
                 self._counts[0, i] += np.count_nonzero(d)

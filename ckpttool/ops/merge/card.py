@@ -184,13 +184,15 @@ def _what(subject: Subject) -> list[str]:
     p = subject.provenance
     method = METHODS[str(p.recipe["merge_method"])]
     what = "master weights" if p.component == "master_weights" else "weights"
-    said = f"The {what} of {count(len(p.origins), 'model')}, merged with ckpttool {__version__} by the method"
+    bases = {g.base for g in subject.groups if g.base} - {label for g in subject.groups for label, _ in g.models}
+    models = count(len(p.origins) - len(bases), "model") + (" and their base" if bases else "")
+    said = f"The {what} of {models}, merged with ckpttool {__version__} by the method"
     said += f" [`{method.name}`]({method.paper})" if method.paper else f" `{method.name}`"
     drawn = f", seed {p.seed}" if p.seed is not None else ""
-    formula = method.formula.replace("\n", " ")
+    formula = method.formula
     return [
         f"{said}{drawn}.",
-        f"Each tensor is {_code(formula)}: `x_i` are the models, `b` the base, `d_i` = `x_i` - `b`, `w_i` the weights.",
+        f"Each tensor is `{formula}`: `x_i` are the models, `b` the base, `d_i` = `x_i` - `b`, `w_i` the weights.",
     ]
 
 

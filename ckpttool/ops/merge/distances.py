@@ -47,10 +47,10 @@ class Parent:
     agreeing: Known = field(default_factory=list)
 
     def add(self, one: Measured | None, at: int) -> None:
-        """The next tensor, in which the parent is operand ``at``; None: it has no part in it."""
+        """The next tensor, in which the parent is operand ``at``; ``one`` is None where it has no part."""
         for name in ("gaps", "norms", "dots", "task_norms", "task_dots", "changed", "kept", "agreeing"):
             values = getattr(one, name) if one is not None else ()
-            getattr(self, name).append(values[at] if at < len(values) else None)
+            getattr(self, name).append(values[at] if 0 <= at < len(values) else None)
 
 
 class Distances:
