@@ -288,7 +288,10 @@ def _changes(distances: Distances) -> Table:
 
 
 def _came_from(groups: Sequence[Group]) -> Table:
-    rows: list[list[Cell]] = [[some_names(g.names), g.elements, g.nbytes, g.how, "; ".join(g.sources)] for g in groups]
+    rows: list[list[Cell]] = [
+        [some_names(g.names), g.elements, g.nbytes, g.how, "; ".join(": ".join(filter(None, s)) for s in g.sources)]
+        for g in groups
+    ]
     return {
         "id": "origin",
         "title": "What came from where",

@@ -131,10 +131,3 @@ def test_plan_of_a_merge(tmp_path: Path) -> None:
     assert plan["merged_tensors"] == 30
     assert len(plan["sources"]) == 3
     assert not (tmp_path / "out").exists()
-
-
-def test_card(tmp_path: Path) -> None:
-    ties(A, B, BASE, tmp_path / "out", "--card")
-    text = (tmp_path / "out/README.md").read_text()
-    assert "## Merge" in text
-    assert "ties" in text

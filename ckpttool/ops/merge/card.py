@@ -30,8 +30,10 @@ _BEGIN, _END = "<!-- ckpttool merge: begin -->", "<!-- ckpttool merge: end -->"
 _OLD = re.compile(r"^## Merge\n\nThis checkpoint was merged with ckpttool .*", re.MULTILINE | re.DOTALL)
 """What ckpttool 0.1 put at the end of a card."""
 _MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n?^---[ \t]*(?:\r?\n|\Z)", re.MULTILINE | re.DOTALL)
-_LONGEST = 64 << 10
-"""Characters of front matter that are read."""
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>#|&~!]")
+_FIELD = re.compile(r"([\w-]+)[ \t]*:(?=\s|$)")
+_LONGEST, _DEEPEST = 16 << 10, 100
+"""Characters, and brackets, of fields that are read: others are no terms of a license."""
 _TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 """Fields that are taken over where all parents agree: texts, or lists of texts."""
 _SHOWN = 6
@@ -61,11 +63,20 @@ class Card:
         found = _MATTER.match(text)
         prose = text[found.end() :] if found else text
         prose = _OLD.sub("", prose.rpartition(_END)[2])
-        return cls(_fields(found[1]) if found and len(found[1]) <= _LONGEST else {}, prose.strip())
+        return cls(_fields(found[1]) if found else {}, prose.strip())
 
 
 def _fields(text: str) -> dict[str, Any]:
     """The fields that can be taken over; of the loader's types, only text: YAML takes the language `no` for false."""
+    lines, wanted = [], False  # results of benchmarks may be hundreds of kB beside these
+    for line in text.splitlines():
+        if start := _FIELD.match(line):
+            wanted = start[1] in (*_TAKEN, "tags")
+        if wanted:
+            lines.append(line)
+    text = "\n".join(lines)
+    if len(text) > _LONGEST or text.count("[") + text.count("{") > _DEEPEST:
+        return {}
     try:
         said = yaml.load(text, yaml.BaseLoader)  # noqa: S506 - makes nothing but texts, lists and mappings
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -190,8 +201,10 @@ def _what(subject: Subject) -> list[str]:
     said += f" [`{method.name}`]({method.paper})" if method.paper else f" `{method.name}`"
     drawn = f", seed {p.seed}" if p.seed is not None else ""
     formula = method.formula
+    first = (method.program.__doc__ or "").partition("\n")[0]
+    about = f" {first}" if first[:1].isupper() else ""
     return [
-        f"{said}{drawn}.",
+        f"{said}{drawn}.{about}",
         f"Each tensor is `{formula}`: `x_i` are the models, `b` the base, `d_i` = `x_i` - `b`, `w_i` the weights.",
     ]
 
@@ -221,10 +234,16 @@ def _sources(subject: Subject, hashes: Mapping[str, str]) -> str:
 
 def _groups(groups: Sequence[Group]) -> str:
     rows = [
-        [some_names(g.names, _code), f"{g.elements:,}", g.how, "<br>".join(map(_code, g.sources))] for g in groups[:50]
+        [some_names(g.names, _code), f"{g.elements:,}", g.how, "<br>".join(map(_source, g.sources))]
+        for g in groups[:50]
     ]
     table = _table(["tensors", "elements", "method", "from"], rows, right={"elements"})
     return table + (f"\n\nand {len(groups) - 50} more" if len(groups) > 50 else "")
+
+
+def _source(source: tuple[str, str]) -> str:
+    label, said = source
+    return f"{_code(label)}: {said}" if said else _code(label)
 
 
 def some_names(names: Sequence[str], shown: Any = str) -> str:
@@ -287,7 +306,8 @@ def _code(text: str) -> str:
 
 def _plain(text: str) -> str:
     """A text without what Markdown or HTML would make of it."""
-    return re.sub(r"([\\`*_{}\[\]<>#|&~!])", r"\\\1", printable(text).strip())
+    text = printable(text).strip()
+    return text if re.fullmatch(r"\w[\w.-]*", text) and not text.endswith("_") else _MARKUP.sub(r"\\\g<0>", text)
 
 
 def _linked(label: str) -> str:

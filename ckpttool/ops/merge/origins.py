@@ -43,14 +43,16 @@ class Group(NamedTuple):
         return ", ".join([self.method, *_said(self.whole), *["rows by token"] * self.by_token])
 
     @property
-    def sources(self) -> list[str]:
-        """``models/a: weight 0.6, density 0.5``, the base last."""
-        found = [": ".join([label, *[", ".join(_said(p))] * bool(p)]) for label, p in self.models]
-        return [*found, *[f"{self.base} (base)"] * bool(self.base)]
+    def sources(self) -> list[tuple[str, str]]:
+        """(label, ``weight 0.6, density 0.5``) of each model, then of the base."""
+        found = [(label, ", ".join(_said(p))) for label, p in self.models]
+        return [*found, *[(self.base, "base")] * bool(self.base)]
 
 
 def _said(parameters: Parameters) -> list[str]:
-    return [f"{name} {str(v).lower() if isinstance(v, bool) else f'{v:g}'}" for name, v in parameters]
+    """In words, the weight first."""
+    ordered = sorted(parameters, key=lambda p: p[0] != "weight")
+    return [f"{name} {str(v).lower() if isinstance(v, bool) else f'{v:g}'}" for name, v in ordered]
 
 
 def computed(plan: Plan) -> Iterator[Compute]:
@@ -92,7 +94,7 @@ def parameters_of(groups: Sequence[Group], label: str) -> str:
         for name, value in (p for who, found in group.models if who == label for p in found):
             values.setdefault(name, []).append(value)
     out = []
-    for name, some in values.items():
+    for name, some in sorted(values.items(), key=lambda found: found[0] != "weight"):
         low, high = min(some), max(some)
         out.append(_said([(name, low)])[0] + (f" to {high:g}" if low != high else ""))
     return ", ".join(out)
