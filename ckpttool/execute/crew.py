@@ -18,7 +18,6 @@ A worker whose parent is gone ends; a worker that ends by itself is an error of 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -32,6 +31,7 @@ from typing import Any, NoReturn, Protocol
 
 from ckpttool.errors import CkptError, OutputError
 from ckpttool.execute.told import revived, told
+from ckpttool.storage import system
 from ckpttool.version import __version__
 
 Order = dict[str, Any]
@@ -39,8 +39,8 @@ Answer = dict[str, Any]
 Serve = Callable[[Order, Callable[[Answer], None]], None]
 """Carries out an order, and tells the answers one after the other; the last one has an ``end``."""
 
-_PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LOOK = 0.5
+"""Seconds between two looks at a parent, where the system does not say that it has ended."""
 _MOMENTS = 5
 _KEPT = 8 << 20
 """Bytes of freed memory that a worker keeps."""
@@ -316,10 +316,17 @@ def _write(fd: int, what: object) -> None:
 
 def _die_with(parent: int) -> None:
     """Be killed when the parent ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not system.killed_with_parent(signal.SIGKILL):
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    """What the system does elsewhere: end when the parent has."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
 
 
 def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) -> NoReturn:
@@ -329,11 +336,8 @@ def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) ->
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _die_with(parent)
-        with contextlib.suppress(OSError, AttributeError):
-            # Arrays of a chunk come and go; glibc would return each of them to the system, and fault it in again.
-            libc = ctypes.CDLL(None)
-            libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
-            libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        # Arrays of a chunk come and go; glibc would return each of them to the system, and fault it in again.
+        system.keep_freed(_KEPT)
         work = serve()
 
         def tell(answer: Answer) -> None:

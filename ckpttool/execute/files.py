@@ -13,9 +13,7 @@ depends on kernel and filesystem; it is found out by the first write that is ref
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import resource
@@ -31,9 +29,7 @@ import numpy as np
 
 from ckpttool.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
-
-RWF_DONTCACHE = 0x80
-"""Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
+from ckpttool.storage import system
 
 UNCACHED_FROM = 256 << 10
 """Smaller pieces go through the page cache: dropping a page that the next piece shares means reading it back."""
@@ -52,10 +48,6 @@ PIECE = 8 << 20
 IOV_MAX = 1024
 
 _SYNCS = 8
-
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE)
-_FICLONE = 0x40049409
-"""Linux: let a file have the blocks of another one until either is written (btrfs, xfs, bcachefs)."""
 
 _READ, _WRITE, _DIRECT = "read", "write", "direct"
 """What a descriptor is for. None is for both reading and writing: through such a one NFS reads each page before it
@@ -81,9 +73,6 @@ def span(offset: int, nbytes: int) -> str:
     return f"[bytes {offset:,}..{offset + nbytes:,})"
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
 def descriptor_limit() -> int:
     """How many descriptors a pool may hold. Raises the soft limit to the hard one when that is worth it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,11 +85,8 @@ def descriptor_limit() -> int:
             pass  # a container may forbid it; a small pool only opens files more often
     if soft == resource.RLIM_INFINITY:
         return 4096
-    try:
-        used = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        used = 16
-    return max(8, min(4096, soft - used - 24))
+    used = system.descriptors()
+    return max(8, min(4096, soft - (16 if used is None else used) - 24))
 
 
 class Fence(NamedTuple):
@@ -205,7 +191,7 @@ class FilePool:
         self._lock = threading.Lock()
         self._cached_reads: set[str] = set()  # files whose filesystem refuses uncached reads
         self._direct = hasattr(os, "O_DIRECT")
-        self._indirect = "uncached"
+        self._indirect = "uncached" if system.uncached() else "write-behind"
         """The policy where direct writes are refused, or cannot be made for where the bytes lie."""
         self._turns = threading.BoundedSemaphore(2)
         """For writes through the page cache: more of them at a time only get in each other's way."""
@@ -263,7 +249,7 @@ class FilePool:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if path in self._writable:
                 # What is read ahead of an output would be there when a direct write changes it below.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                system.read_at_random(fd)
             return fd
         if self.fence is not None:
             self.fence.check()
@@ -292,12 +278,12 @@ class FilePool:
 
     def _read(self, fd: int, path: str, offset: int, buffers: Sequence[memoryview], *, once: bool) -> None:
         wanted = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
-        flags = RWF_DONTCACHE if once and wanted >= UNCACHED_FROM and path not in self._cached_reads else 0
+        flags = system.uncached() if once and wanted >= UNCACHED_FROM and path not in self._cached_reads else 0
         while wanted:
             try:
-                got = os.preadv(fd, buffers, offset, flags)
+                got = system.read_into(fd, buffers, offset, flags)
             except OSError as e:
-                if flags and e.errno in _UNSUPPORTED:
+                if flags and e.errno in system.UNSUPPORTED:
                     self._cached_reads.add(path)
                     flags = 0
                     continue
@@ -361,7 +347,7 @@ class FilePool:
             finally:
                 self.give(path, _DIRECT)
         except OSError as e:
-            if e.errno not in _UNSUPPORTED:
+            if e.errno not in system.UNSUPPORTED:
                 raise
             self._direct = False
         return done
@@ -371,9 +357,9 @@ class FilePool:
         while data.nbytes:
             if large and self._indirect == "uncached":
                 try:
-                    n = os.pwritev(fd, (data,), offset, RWF_DONTCACHE)
+                    n = os.pwritev(fd, (data,), offset, system.uncached())
                 except OSError as e:
-                    if e.errno not in _UNSUPPORTED:
+                    if e.errno not in system.UNSUPPORTED:
                         raise
                     self._indirect = "write-behind"
                     continue
@@ -386,7 +372,7 @@ class FilePool:
 
     def _write_behind(self, fd: int, path: str, offset: int, nbytes: int) -> None:
         """Start writing this piece to disk; drop the one before last, which has had time to get there."""
-        if not hasattr(_LIBC, "sync_file_range") or not self._sync_range(fd, offset, nbytes, _SYNC_WRITE):
+        if not system.can_sync_range() or not self._sync_range(fd, offset, nbytes, _SYNC_WRITE):
             self._indirect = "plain"
             return
         with self._lock:
@@ -395,17 +381,15 @@ class FilePool:
             old = queue.pop(0) if len(queue) > 4 else None
         if old is not None:
             self._sync_range(fd, *old, _SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER)
-            os.posix_fadvise(fd, *old, os.POSIX_FADV_DONTNEED)
+            system.forget(fd, *old)
 
     def _sync_range(self, fd: int, offset: int, nbytes: int, flags: int) -> bool:
         """``sync_file_range``; False where there is none. Raises OSError: what fails here is not said again later."""
-        if not _LIBC.sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(flags)):
-            return True
-        code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
-            return False
-        self.unsynced = True
-        raise OSError(code, os.strerror(code))
+        try:
+            return system.sync_range(fd, offset, nbytes, flags)
+        except OSError:
+            self.unsynced = True
+            raise
 
     def sync(self, path: str, *, metadata: bool = False) -> None:
         """Besides, the file's pages leave the page cache."""
@@ -415,9 +399,9 @@ class FilePool:
         except OSError as e:
             raise write_error(e, path, 0, 0) from e
         try:
-            (os.fsync if metadata else os.fdatasync)(fd)
+            system.sync(fd, metadata=metadata)
             if metadata or path not in self._scattered:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                system.forget(fd)
         except OSError as e:
             self.unsynced = True
             raise write_error(e, path, 0, 0) from e
@@ -458,7 +442,7 @@ def create(path: str, size: int) -> bool:
             if not kept:
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, size)
-            _reserve(fd, size)
+            system.reserve(fd, size)
         finally:
             os.close(fd)
     except OSError as e:
@@ -475,8 +459,7 @@ def share(source: str, path: str) -> str:
     works (another filesystem, no permission). Raises OutputError when a file that is in the way cannot be removed.
     """
     remove_file(path)
-    with contextlib.suppress(OSError), Path(source).open("rb") as f, Path(path).open("xb") as g:
-        fcntl.ioctl(g.fileno(), _FICLONE, f.fileno())
+    if system.clone(source, path):
         return SHARED[0]
     remove_file(path)
     with contextlib.suppress(OSError):
@@ -491,16 +474,6 @@ def remove_file(path: str) -> None:
         Path(path).unlink(missing_ok=True)
     except OSError as e:
         raise write_error(e, path, 0, 0) from e
-
-
-def _reserve(fd: int, size: int) -> None:
-    # The system call itself: where the filesystem lacks it, glibc's posix_fallocate writes to every block.
-    if not size or not hasattr(_LIBC, "fallocate"):
-        return
-    if _LIBC.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)):
-        code = ctypes.get_errno()
-        if code not in (*_UNSUPPORTED, errno.EINTR, errno.ENODEV, errno.EPERM):
-            raise OSError(code, os.strerror(code))
 
 
 def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:

@@ -28,6 +28,7 @@ from typing import Any
 
 from ckpttool.errors import ConflictError
 from ckpttool.execute.files import write_error
+from ckpttool.storage import system
 
 VERSION = 2
 """Changes with the file's form and with the way a plan is cut into parts."""
@@ -118,7 +119,7 @@ class Journal:
         while data:
             n = os.pwrite(self._fd, data, at)
             at, data = at + n, data[n:]
-        os.fdatasync(self._fd)
+        system.sync(self._fd, metadata=False)
 
 
 def read(data: bytes, digest: str, parts: int) -> Finished:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckpttool.storage.place import Place
+from ckpttool.storage.system import cores
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet
@@ -109,12 +109,12 @@ class RunOptions:
     @property
     def movers(self) -> int:
         """Threads that move bytes: four keep a disk busy that is written directly, as most of them wait for it."""
-        return self.workers or max(2, min(4, 2 * len(os.sched_getaffinity(0))))
+        return self.workers or max(2, min(4, 2 * cores()))
 
     @property
     def computers(self) -> int:
         """Processes that compute: as many as there are cores."""
-        return self.workers or len(os.sched_getaffinity(0))
+        return self.workers or cores()
 
 
 class Progress(Protocol):

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, TypeGuard, Ty
 
 from ckpttool.encodings import Contents, Encoding
 from ckpttool.errors import CorruptError, IncompleteError, UsageError, not_installed
+from ckpttool.storage import system
 from ckpttool.storage.readahead import BLOCK, STRAIGHT, Windows, at_once
 
 
@@ -449,7 +450,7 @@ class _LocalFile:
         return os.pread(self._fd, n, at)
 
     def read_into(self, buffer: memoryview, at: int) -> int:
-        return os.preadv(self._fd, (buffer,), at)
+        return system.read_into(self._fd, (buffer,), at)
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self._fd, self.info.size, access=mmap.ACCESS_READ)

@@ -8,6 +8,7 @@ import os
 from io import DEFAULT_BUFFER_SIZE, BufferedReader, RawIOBase
 from typing import NamedTuple
 
+from ckpttool.storage import system
 from ckpttool.storage.place import DataFile, OpenFile, ahead
 
 
@@ -40,7 +41,7 @@ class OnDisk(NamedTuple):
         return os.pread(self.fd, max(0, min(n, self.info.size - at)), self.begin + at)
 
     def read_into(self, buffer: memoryview, at: int) -> int:
-        return os.preadv(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
+        return system.read_into(self.fd, (buffer[: max(0, self.info.size - at)],), self.begin + at)
 
     def map(self) -> mmap.mmap:
         return in_memory(self) if self.begin else mmap.mmap(self.fd, self.info.size, access=mmap.ACCESS_READ)

@@ -27,6 +27,7 @@ from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyErro
 from ckpttool.execute import Advance, NoProgress, RunOptions, engine, files, run, schedule, workforce
 from ckpttool.execute.destinations import local
 from ckpttool.plan import Output, Plan
+from ckpttool.storage import system
 from ckpttool.storage.place import Place
 from tests.execute.plans import expected, reshard, written
 
@@ -66,7 +67,7 @@ def test_force_replaces_whatever_is_there(
     tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, atomic: bool
 ) -> None:
     if not atomic:
-        monkeypatch.setattr(local, "exchange", lambda *_: False)
+        monkeypatch.setattr(system, "exchange", lambda *_: False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("kept")
     (tmp_path / "link").symlink_to("other")
@@ -262,7 +263,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, plan: Plan, code: int, what: str) 
 @pytest.mark.parametrize("call", ["fdatasync", "sync_file_range"])
 def test_a_sync_that_fails_once(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """The kernel says once that it lost what it was to write. A sync that succeeds later must not be believed."""
-    libc = files._LIBC
+    libc = system.libc()
     failed: list[str] = []
 
     def fails(fd: int, *rest: Any) -> int:
@@ -630,7 +631,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, plan: Plan, monkeypatch: py
     """Where names cannot be exchanged, DST is away for a moment. The next run gives it its name back."""
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst/mine").write_text("old")
-    monkeypatch.setattr(local, "exchange", lambda *_: False)
+    monkeypatch.setattr(system, "exchange", lambda *_: False)
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:

@@ -18,6 +18,7 @@ import pytest
 from ckpttool.errors import OutputError
 from ckpttool.execute import RunOptions, files, run
 from ckpttool.execute.files import FilePool, create, descriptor_limit
+from ckpttool.storage import system
 from tests.execute.plans import expected, pattern, reshard, written
 
 
@@ -109,7 +110,7 @@ def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: st
         monkeypatch.setattr(os, "pwritev", refuse(pwritev))
         monkeypatch.setattr(os, "preadv", refuse(preadv))
     if supported == "nothing":
-        monkeypatch.setattr(files, "_LIBC", None)
+        monkeypatch.setattr(system, "libc", lambda: None)
     result = run(plan, tmp_path / "dst")
     assert written(tmp_path / "dst", plan) == expected(plan)
     assert (

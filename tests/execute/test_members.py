@@ -36,6 +36,7 @@ from ckpttool.execute.machines import shares
 from ckpttool.execute.options import Member, Standing
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.plan import Output, Plan
+from ckpttool.storage import system
 from ckpttool.storage.place import Place
 from tests.execute.merges import merge_plan
 from tests.execute.plans import expected, reshard, source, written
@@ -261,7 +262,7 @@ def test_who_completes_it_ends_in_the_middle(
 ) -> None:
     """Before each step, and after it: another part, or the same, goes on."""
     if not atomic:
-        monkeypatch.setattr(local, "exchange", lambda *_: False)
+        monkeypatch.setattr(system, "exchange", lambda *_: False)
     whose: Any = members.Meeting if step == "remove_all" else members.CommitDestination
     real = getattr(whose, step)
     for after in (False, True):

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.holder import HERE, Holder
 from ckpttool.execute.files import write_error
+from ckpttool.storage import system
 
 BEAT = 10.0
 SILENT = 60.0
@@ -129,7 +130,7 @@ class Folder:
             os.unlink(name, dir_fd=self.fd)
 
     def sync(self) -> None:
-        os.fsync(self.fd)
+        system.sync(self.fd)
 
     def _temporary(self, data: bytes) -> str:
         name = TEMPORARY + uuid.uuid4().hex
@@ -144,7 +145,7 @@ class Folder:
         with os.fdopen(fd, "wb") as f:
             f.write(data)
             f.flush()
-            os.fsync(fd)
+            system.sync(fd)
         return True
 
 
@@ -356,7 +357,7 @@ class Claim:
         fd = self._open()
         try:
             os.pwrite(fd, count, self._size - len(count))
-            os.fsync(fd)
+            system.sync(fd)
         finally:
             os.close(fd)
         self._looked = time.monotonic()

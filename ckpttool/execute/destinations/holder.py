@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
+
+from ckpttool.storage.system import this_boot
 
 HERE: set[str] = set()
 """Tokens of holders in this process that have not let go."""
@@ -54,8 +55,4 @@ class Holder:
 
 def machine() -> str:
     """What no other machine and no other boot has; "" where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-    except OSError:
-        return ""
+    return this_boot()

@@ -15,7 +15,6 @@ The journal is also the lock: whoever holds it writes this destination.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -36,6 +35,7 @@ from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
 from ckpttool.plan import Plan
+from ckpttool.storage import system
 from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:  # a run on one machine needs neither
@@ -54,9 +54,6 @@ SLACK = 16 << 20
 """Free space that stays beside the output: directories, journal, the filesystem's own records."""
 PATIENCE = 5.0
 """Seconds to wait for a lock. Workers of a run that was killed hold it until they are gone too: they could write."""
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 class LocalDestination:
@@ -466,7 +463,7 @@ class LocalDestination:
 
     def _replace(self) -> str | None:
         old = self.partial
-        if not exchange(self.partial, self.path):
+        if not system.exchange(self.partial, self.path):
             # No atomic exchange here: DST is away for a moment, and back if the second rename fails.
             old = self.replaced
             self.path.rename(old)
@@ -513,19 +510,6 @@ def _local(texts: Iterable[str]) -> list[str]:
     return [t for t in texts if isinstance(parse_place(t), Path)]
 
 
-def exchange(a: Path, b: Path) -> bool:
-    """Exchange two names at once. False where the system or the filesystem cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    if not libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE)):
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), os.fspath(b))
-
-
 def name_file(made: Path, path: Path, *, force: bool) -> bool:
     """Give a file its name; returns whether ``made`` is still there, as a second one.
 
@@ -568,7 +552,7 @@ def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        system.sync(fd)
     finally:
         os.close(fd)
 

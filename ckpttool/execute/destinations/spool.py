@@ -7,7 +7,6 @@ It is locked as long as a process of a run could write into it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -23,9 +22,8 @@ from typing import Self
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.local import PATIENCE, SLACK
 from ckpttool.execute.files import write_error
+from ckpttool.storage import system
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _HINT = "free space there, or set TMPDIR to a directory on a larger disk"
 
 
@@ -142,13 +140,10 @@ class Spool:
 
         Not of a file with another name: it may be one of the sources, linked.
         """
-        if not hasattr(_LIBC, "fallocate"):
-            return
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(fd).st_nlink == 1:
-                mode = ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE)
-                _LIBC.fallocate(fd, mode, ctypes.c_longlong(start), ctypes.c_longlong(size))
+                system.punch(fd, start, size)
         finally:
             os.close(fd)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from ckpttool.execute.files import Stopped
+from ckpttool.storage import system
 
 _MIB = 1 << 20
 
@@ -116,7 +117,7 @@ class Slice:
         self._stop = stop
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # Pages that are read ahead would be there when a direct write changes the file below them.
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        system.read_at_random(self._fd)
 
     def __len__(self) -> int:
         return self.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from ckpttool.execute.reader import in_turn, reading
 from ckpttool.execute.remote import check_here
 from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import source_files
+from ckpttool.storage.system import cores
 
 LARGEST = 512 << 20
 """Most bytes of an order, where its first item is not larger: a second or so, with something to do for all threads."""
@@ -122,7 +122,7 @@ class Calling(Generic[_Item, _Result]):
     def do(self, order: Order) -> Answer:
         """See ``Worker``."""
         work = self.job.work
-        workers = self.job.limits.workers or max(2, min(_THREADS, len(os.sched_getaffinity(0))))
+        workers = self.job.limits.workers or max(2, min(_THREADS, cores()))
         return {"results": list(in_turn(workers, work.do, order["items"], work.reads))}
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.local import name_file, sync_directory
 from ckpttool.execute.files import write_error
+from ckpttool.storage import system
 
 
 def resolved(path: Path) -> Path:
@@ -100,7 +101,7 @@ class Replacement:
     def sync(self) -> None:
         """Make the contents durable. Raises OutputError."""
         try:
-            os.fsync(self.fd)
+            system.sync(self.fd)
         except OSError as e:
             raise write_error(e, str(self.temporary), 0, 0) from e
 

@@ -11,7 +11,6 @@ A crash leaves
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import struct
@@ -26,6 +25,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.execute.destinations.local import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
+from ckpttool.storage import system
 from ckpttool.storage.place import DataFile, Place, is_same, readable
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
@@ -37,7 +37,6 @@ SHOWN = 5
 
 _METADATA = "__metadata__"
 _BOM = b"\xef\xbb\xbf"
-_NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 class TensorChange(NamedTuple):
@@ -267,7 +266,7 @@ def restore(backup: Path, file: Path, *, dry_run: bool = False) -> HeaderResult:
         if not dry_run:
             try:
                 write_all(fd, raw, 8)
-                os.fsync(fd)
+                system.sync(fd)
                 backup.unlink()
             except OSError as e:
                 raise write_error(e, str(path), 8, len(raw)) from e
@@ -486,7 +485,7 @@ def _write_in_place(target: _Target, header: bytes) -> None:
                 raise write_error(e, str(target.path), 8, len(header)) from e
             raise
         try:
-            os.fsync(fd)
+            system.sync(fd)
         except OSError as e:
             # The kernel says so once; a later sync succeeds although the bytes are lost. So the backup stays.
             raise OutputError(
@@ -511,7 +510,7 @@ def _undo(fd: int, target: _Target, backup: Path) -> None:
     """Put the old header back. Raises OutputError when that fails, too; the backup is left then."""
     try:
         write_all(fd, target.raw, 8)
-        os.fsync(fd)
+        system.sync(fd)
         backup.unlink()
     except OSError as e:
         raise OutputError(
@@ -557,12 +556,7 @@ def _copy(source: int, at: int, out: int, to: int, target: _Target) -> None:
     while at < stop:
         count = min(stop - at, PIECE)
         if ranged:
-            try:
-                done = os.copy_file_range(source, out, count, at, to)
-            except OSError as e:
-                if e.errno not in _NO_COPY_RANGE:
-                    raise
-                done = 0
+            done = system.copy_range(source, out, count, at, to)
             # Some filesystems say "nothing" where they cannot.
             ranged = done > 0
         else:
