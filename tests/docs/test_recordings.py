@@ -1,0 +1,53 @@
+"""The recordings of terminals in docs/images/ show what the commands print now."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from scripts.make_recordings import ADVANCE, EDGE, LOOKS, SESSIONS, Run, file_of, picture, record, screen
+from tests.docs import client
+from tests.docs.forks import FIXED, forks
+from tests.helpers.contrast import contrast
+
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def in_fork() -> Run:
+    """Runs a command in a fork of the process that has ckpttool imported."""
+    server = str(forks()._server)
+
+    def run(arguments: object, folder: str, environment: object, terminal: int) -> None:
+        client.order(server, arguments, folder, {**environment, **FIXED}, (terminal, terminal, terminal), 120)  # type: ignore[arg-type,dict-item]
+
+    return run
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_recording_shows_what_is_printed_now(name: str) -> None:
+    content = file_of(name).read_text(encoding="utf-8")
+    assert content == picture(record(SESSIONS[name], in_fork())), "run: python scripts/make_recordings.py"
+    assert len(content) < 100_000
+    root = ET.fromstring(content)  # noqa: S314 - our own picture
+    width = float(root.get("width", 0))
+    for e in root.iter(f"{NS}text"):
+        assert float(e.get("x", 0)) + len("".join(e.itertext())) * ADVANCE <= width - EDGE / 2
+    assert "<script" not in content
+    ends = [float(s) for s in re.findall(r"animation-delay:([0-9.]+)s", content)]
+    assert ends[-1] < 5, "what moves for longer needs a button that stops it"
+    assert "prefers-reduced-motion:reduce){*{animation:none" in content
+
+
+def test_colours_can_be_read() -> None:
+    for look in LOOKS.values():
+        assert min(contrast(colour, look["ground"]) for name, colour in look.items() if name != "ground") >= 4.5
+
+
+def test_what_is_left_on_a_screen() -> None:
+    assert screen("\x1b[1;31merror:\x1b[0m no\n\nhint\n") == [[("error:", "31"), (" no", "")], [], [("hint", "")]]
+    assert screen("\x1b[?25lbar 10%\r\x1b[2Kbar 99%\n\x1b[1A\x1b[2K\x1b[?25hdone\n") == [[("done", "")]]
+    assert screen("abc\rx\x1b[Ky") == [[("xy", "")]]
+    with pytest.raises(ValueError, match="not known"):
+        screen("\x1b[3Jgone")
