@@ -41,6 +41,11 @@ SPAN = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(\s*<?([^)\s>]+)>?((?:\s+\"[^\"]*\")?)\s*\)")
 ATTRIBUTE = re.compile(r"\b(src|srcset|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^# (.+?)\s*#*$", re.MULTILINE)
+GROUP = re.compile(
+    r'(<nav class="md-nav" data-md-level="\d+" )aria-labelledby="\w+" aria-expanded="\w+"'
+    r'(>\s*<label class="md-nav__title" for="\w+">\s*<span class="md-nav__icon md-icon"></span>\s*([^<]+?)\s*</label>)'
+)
+"""A group of the navigation in what the theme writes: its start, its title, and the words of that."""
 ITEM = re.compile(r" *([-*+]|\d+\.) ")
 
 
@@ -81,6 +86,12 @@ def on_nav(nav: Navigation, **_: Any) -> Navigation:
             if any(p.file.src_uri.startswith(f"{folder}/") for p in nav.pages):
                 page.file.name = "index"
     return nav
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name what the theme leaves without a name for a screen reader: the search, and the groups of the navigation."""
+    output = output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    return GROUP.sub(r'\1aria-label="\3"\2', output)
 
 
 # ---- navigation ------------------------------------------------------------------------------------------------------
@@ -257,9 +268,12 @@ class Lines(Preprocessor):
 
 
 class Cells(Treeprocessor):
-    """Takes the backslash from `a\\|b` in a table's cell, where it only keeps the cell together."""
+    """Takes the backslash from `a\\|b` in a table's cell; a heading that says nothing becomes a cell that is empty."""
 
     def run(self, root: ET.Element) -> None:
+        for head in root.iter("th"):
+            if not head.text and not len(head):
+                head.tag = "td"
         for tag in ("td", "th"):
             for code in (code for cell in root.iter(tag) for code in cell.iter("code")):
                 code.text = AtomicString((code.text or "").replace("\\|", "|"))
