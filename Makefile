@@ -12,11 +12,12 @@ PADDLE_VENV := .venv-paddle
 PADDLE := $(PADDLE_VENV)/.installed
 NODE_PEERS := .node-peers/.installed
 BROWSER := $(VENV)/.browser-installed
+SITE := $(VENV)/.site-installed
 # The tests start hundreds of Pythons, and pytest rewrites its asserts: without bytecode files each start does it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families test-package lint format types docs-check torture torture-remote walk fuzz bench bench-scale bench-cluster clean
+.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families test-package lint format types docs-check site torture torture-remote walk fuzz bench bench-scale bench-cluster clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,10 @@ test-resume: $(PEERS) $(PADDLE) ## move training runs between all frameworks, an
 
 docs-check: $(DEV) ## run every command and example of README.md and docs/, check links and the reference
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --all tests/docs $(ARGS)
+
+site: $(SITE) ## build the site of README.md and docs/ into build/site: open its index.html (seconds)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+	@echo 'build/site/index.html'
 
 torture: $(DEV) ## kill, fail and starve every command at each of its system calls, and see what is left (minutes)
 	@$(BIN)/python -m tests.torture $(ARGS)
@@ -126,8 +131,11 @@ $(BROWSER): $(DEV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[browser]'
 	@touch $@
 
-$(PACKAGE): $(DEV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[package]'
+.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families lint format types docs-check site torture torture-remote walk fuzz bench bench-scale bench-cluster clean
+	@touch $@
+
+$(SITE): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[site]'
 	@touch $@
 
 $(FUZZ): $(DEV)

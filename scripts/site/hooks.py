@@ -54,7 +54,7 @@ ITEM = re.compile(r" *([-*+]|\d+\.) ")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Read Markdown as code hosts do."""
-    config.markdown_extensions.append(CodeHost())  # type: ignore[arg-type]  # Python-Markdown takes objects, too
+    config.markdown_extensions.append(CodeHost())
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
     return config
 
@@ -90,7 +90,8 @@ def on_nav(nav: Navigation, **_: Any) -> Navigation:
 
 def on_post_page(output: str, **_: Any) -> str:
     """Name what the theme leaves without a name for a screen reader: the search, and the groups of the navigation."""
-    output = output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    search = 'data-md-component="search" role="dialog"'
+    output = output.replace(search, f'{search} aria-label="Search"')
     return GROUP.sub(r'\1aria-label="\3"\2', output)
 
 
@@ -193,7 +194,12 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
 def links(text: str) -> list[str]:
     """The targets of a text's links and pictures."""
     found: list[str] = []
-    replaced(text, lambda target: found.append(target) or target)  # type: ignore[func-returns-value]
+
+    def collect(target: str) -> str:
+        found.append(target)
+        return target
+
+    replaced(text, collect)
     return found
 
 
@@ -238,7 +244,7 @@ def slug(text: str, separator: str) -> str:
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", separator)
 
 
-class CodeHost(Extension):
+class CodeHost(Extension):  # type: ignore[misc]  # Python-Markdown has no types
     """Markdown as code hosts read it, where Python-Markdown differs and the pages make use of it."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  # the name is Python-Markdown's
@@ -250,7 +256,7 @@ class CodeHost(Extension):
         md.treeprocessors.register(Cells(md), "code-host", 15)
 
 
-class Lines(Preprocessor):
+class Lines(Preprocessor):  # type: ignore[misc]  # Python-Markdown has no types
     """Puts the blank line in front of a list that follows a line of text."""
 
     def run(self, lines: list[str]) -> list[str]:
@@ -267,7 +273,7 @@ class Lines(Preprocessor):
         return found
 
 
-class Cells(Treeprocessor):
+class Cells(Treeprocessor):  # type: ignore[misc]  # Python-Markdown has no types
     """Takes the backslash from `a\\|b` in a table's cell; a heading that says nothing becomes a cell that is empty."""
 
     def run(self, root: ET.Element) -> None:
