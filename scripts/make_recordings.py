@@ -224,7 +224,7 @@ def _style() -> str:
         "clipPath rect{transform-box:fill-box;transform-origin:left}"
         "@keyframes type{from{transform:scaleX(0)}}@keyframes show{from{visibility:hidden}}"
         ".o{animation:show 1ms both}"
-        "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
+        "@media(prefers-reduced-motion:reduce){*{animation:none!important}}@media print{*{animation:none!important}}"
     )
 
 
