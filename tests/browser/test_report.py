@@ -122,11 +122,11 @@ def test_names_fold_into_templates(open_page: Opened) -> None:
 def test_columns_are_chosen(open_page: Opened) -> None:
     page = open_page(sample(), width=400)
     heads = "table.tensors th"
-    assert page.locator(heads).all_inner_texts() == ["name", "size"]
+    assert page.locator(heads).all_inner_texts() == ["Name", "size"]
     page.click("details.menu summary")
     page.check("input[data-column=offset]")
     page.check("input[data-column=std]")
-    assert page.locator(heads).all_inner_texts() == ["name", "size", "offset", "std"]
+    assert page.locator(heads).all_inner_texts() == ["Name", "size", "offset", "std"]
     page.keyboard.press("Escape")
     assert not page.is_visible("input[data-column=offset]")
 

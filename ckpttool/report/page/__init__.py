@@ -21,6 +21,7 @@ from ckpttool.errors import plain
 from ckpttool.report.page.document import SCHEMA, Document
 from ckpttool.report.page.pack import Pool, pack
 from ckpttool.report.page.svg import tree
+from ckpttool.report.svg import variables
 
 __all__ = ["SCHEMA", "Document", "render"]
 
@@ -35,7 +36,8 @@ def render(document: Document) -> str:
     Raises ValueError for a document that breaks its contract: columns of different lengths, a picture that is more than
     shapes and text.
     """
-    style, page = (_read(name) for name in ("page.css", "page.html"))
+    style = _read("page.css").replace("/* PICTURES */", _colours())
+    page = _read("page.html")
     script = "\n".join([_read(f"script/{name}.js") for name in SCRIPT])
     filled = {
         "TITLE": escape(plain(document["title"])),
@@ -57,6 +59,12 @@ def render(document: Document) -> str:
     # One piece of the template at a time: what is put in is never looked through for further places.
     first, *rest = page.split("{{")
     return first + "".join(filled[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+
+
+def _colours() -> str:
+    """The custom properties of pictures, each with its value in light and in dark."""
+    light, dark = (dict(pair.split(":") for pair in variables(theme).split(";") if pair) for theme in ("light", "dark"))
+    return "\n  ".join([f"{name}: light-dark({light[name]}, {dark[name]});" for name in light])
 
 
 def _read(name: str) -> str:

@@ -21,13 +21,7 @@ function scaleOf(values, log) {
   if (!shown.length) return null;
   let low = shown.reduce((a, b) => Math.min(a, b));
   let high = shown.reduce((a, b) => Math.max(a, b));
-  if (log) {
-    const [from, to] = [Math.floor(Math.log10(low)), Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
-    const every = Math.max(1, Math.ceil((to - from) / 6));
-    const marks = [];
-    for (let power = from; power <= to; power += every) marks.push(10 ** power);
-    return { at: (v) => (v > 0 ? (Math.log10(v) - from) / (to - from) : NaN), marks };
-  }
+  if (log) return logScale(low, high);
   if (low > 0 && low < high / 2) low = 0;
   if (low === high) [low, high] = [Math.min(0, low), Math.max(0, high) || 1];
   const marks = ticks(low, high, 5);
@@ -36,9 +30,23 @@ function scaleOf(values, log) {
   return { at: (v) => (v - low) / (high - low), marks: ticks(low, high, 5) };
 }
 
+// Between round numbers: powers of ten, or 1, 2 and 5 of each where there are few of them.
+function logScale(low, high) {
+  const steps = high / low < 300 ? [1, 2, 5] : [1];
+  const round = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) round.push(...steps.map((n) => n * 10 ** power));
+  let first = round.findLastIndex((v) => v <= low * (1 + 1e-9));
+  let last = round.findIndex((v) => v >= high * (1 - 1e-9));
+  if (first === last) [first, last] = [Math.max(0, first - 1), last + 1];
+  const within = round.slice(Math.max(0, first), last + 1);
+  const [from, to] = [Math.log10(within[0]), Math.log10(within[within.length - 1])];
+  const every = Math.max(1, Math.ceil(within.length / 8));
+  return { at: (v) => (v > 0 ? (Math.log10(v) - from) / (to - from) : NaN), marks: within.filter((_, i) => i % every === 0) };
+}
+
 // -- lines
 
-const SERIES = 6; // colours and dashes in page.css
+const SERIES = 8; // colours and dashes in page.css
 const CHART = { high: 260, top: 12, bottom: 44, right: 14 };
 
 function drawLines(section) {
@@ -157,7 +165,7 @@ function drawBars(section) {
   };
   const put = (from_, to) => body.append(...labels.slice(from_, to).map((label, i) => row(label, from_ + i)));
   put(0, FIRST_ROWS);
-  const head = el("thead", null, el("tr", null, el("th", { scope: "col" }, "name"), el("td", null), el("th", { scope: "col", class: "right" }, log ? `${unit} (log)` : unit)));
+  const head = el("thead", null, el("tr", null, el("th", { scope: "col" }, "Name"), el("td", null), el("th", { scope: "col", class: "right" }, log ? `${unit} (log)` : unit)));
   const table = el("table", { class: "bars" }, el("caption", { class: "unseen" }, section.title), head, body);
   return labels.length > FIRST_ROWS ? [table, moreButton(labels.length, () => put(FIRST_ROWS, labels.length))] : [table];
 }

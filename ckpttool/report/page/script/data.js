@@ -85,6 +85,12 @@ class ColumnOfTensors {
     return this._keys;
   }
 
+  // The different values of a column of texts.
+  get different() {
+    this.keys;
+    return this.shown;
+  }
+
   // The value as JSON has it.
   value(i) {
     const key = this.keys[i];
@@ -106,8 +112,7 @@ class ColumnOfTensors {
   get width() {
     const title = this.title.length + 3;
     if (!this.right) {
-      this.keys;
-      return Math.max(title, Math.min(32, this.shown.reduce((most, t) => Math.max(most, t.length), 4)) + 2);
+      return Math.max(title, Math.min(32, this.different.reduce((most, t) => Math.max(most, t.length), 4)) + 2);
     }
     return Math.max(title, { bytes: 11, share: 11, number: this.digits + 8 }[this.kind] ?? 2 + this.widest());
   }

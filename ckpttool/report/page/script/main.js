@@ -76,7 +76,7 @@ function contents(sections) {
 
 function drawReport(report) {
   const header = el("header", { class: "top" }, el("div", null, el("h1", null, report.title), el("p", { class: "subtitle" }, report.subtitle)), themeSwitch());
-  const facts = el("dl", { class: "facts" }, report.facts.map(([label, text]) => el("div", null, el("dt", null, label), el("dd", null, text))));
+  const facts = el("dl", { class: "facts" }, report.facts.map(([label, text]) => el("div", { class: text.length > 14 ? "wide" : null }, el("dt", null, label), el("dd", null, text))));
   const notes = report.notes.length ? el("div", { class: "notes", role: "note", "aria-label": "Notes" }, el("ul", null, report.notes.map((n) => el("li", null, n)))) : null;
   const { nav, watch } = contents(report.sections);
   // The table comes before the treemap is drawn, which has links into it.

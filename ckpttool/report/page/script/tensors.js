@@ -29,8 +29,7 @@ function wordTest([word, field, quoted, bare], tensors) {
   if (field === "module") return byKind(tensors.templates.map((t) => t.module.toLowerCase() === wanted), (i) => tensors.template[i]);
   if (FOUND_IN_TEXT.includes(field) && tensors.column.has(field)) {
     const column = tensors.column.get(field);
-    column.keys;
-    return byKind(column.shown.map((text) => text.toLowerCase() === wanted), (i) => column.index[i]);
+    return byKind(column.different.map((text) => text.toLowerCase() === wanted), (i) => column.index[i]);
   }
   const lower = tensors.lower;
   const needle = word.toLowerCase();
@@ -264,7 +263,7 @@ class TensorView {
   // -- what is seen
 
   putHead() {
-    const named = { id: "name", title: "name", right: false };
+    const named = { id: "name", title: "Name", right: false };
     const characters = this.tensors.templates.reduce((most, t) => Math.max(most, t.text.join("{0..10}").length + (t.text.length > 1 ? 9 : 0)), 20);
     const others = this.columns.map((c) => c.width + (c.right && this.rows.folded && c.kind === "number" ? 4 : 0));
     const left = narrow.matches ? (this.box.clientWidth || 340) / 7.9 - 3.2 - (others[0] ?? 0) : 64;

@@ -31,7 +31,7 @@ const INNER_BOXES = 24;
 
 function drawTreemap(section, report) {
   const tensors = report.tensors;
-  const paths = PATHS.filter(([id]) => id !== "component" || new Set(tensors.column.get("component")?.values).size > 1);
+  const paths = PATHS.filter(([id]) => id !== "component" || (tensors.column.get("component")?.different.length ?? 0) > 1);
   const map = { tensors, title: section.title, path: paths[0][2], trail: [], open: (i) => openTensor(i, [i]) };
   map.place = el("div", { class: "treemap", role: "group", "aria-label": "Treemap of sizes" });
   map.crumbs = el("nav", { class: "crumbs", "aria-label": "Where in the treemap" });
