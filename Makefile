@@ -131,7 +131,8 @@ $(BROWSER): $(DEV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[browser]'
 	@touch $@
 
-.PHONY: help setup demo test test-all test-peers test-browser test-cluster test-resume test-families lint format types docs-check site torture torture-remote walk fuzz bench bench-scale bench-cluster clean
+$(PACKAGE): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[package]'
 	@touch $@
 
 $(SITE): $(DEV)
