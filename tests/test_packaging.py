@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_dependencies_are_what_is_imported(required: dict[str, tuple[str, str]])
         owner = next((p for m, p in PROJECTS.items() if f"{module}.".startswith(f"{m}.")), "")
         found.add(owner or normal(module.partition(".")[0]))
     assert found == required.keys()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_sdist_holds_the_checkout() -> None:
+    """Tests run from it, and they look at everything. What is left out is of no use without a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    held = {name.strip("/") for name in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
+    always = {"pyproject.toml", "README.md", "LICENSE", ".gitignore"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {name.partition("/")[0] for name in tracked.splitlines()} == held | always | {".ci", ".editorconfig"}
 
 
 def test_sbom_is_of_what_is_required(wheel: zipfile.ZipFile, required: dict[str, tuple[str, str]]) -> None:
