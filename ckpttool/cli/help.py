@@ -16,7 +16,7 @@ _FIRST = {
     "merge": "output method weights base param",
     "drop-keys": "keep_keys link dry_run verify force",
     "convert-json": "check names params program index",
-    "inspect": "list_ check diff values filter_",
+    "inspect": "list_ check diff values filter_ html",
     "fp8-cast": "recipe to keep verify dry_run",
     "fp8-size": "recipe tp_out kv tokens gpu",
 }
@@ -75,6 +75,7 @@ EXAMPLES = {
         "ckpttool inspect llama_tp8 --check",
         "ckpttool inspect llama_tp8 --diff llama_hf --values",
         "ckpttool inspect run --diff step-1000 step-2000 --values",
+        "ckpttool inspect llama_tp8 --stats --html report.html",
     ),
     "fp8-cast": (
         "ckpttool fp8-cast llama llama_fp8 --recipe block",

@@ -62,6 +62,10 @@ class Views:
     ] = None
     rtol: Annotated[float | None, value("--rtol", "X", "With --diff: tolerance relative to OTHER.", min=0)] = None
     depth: Annotated[int | None, number("--depth", "Levels of the tree.")] = None
+    html: Annotated[
+        Path | None,
+        value("--html", "FILE", "Write a report to FILE: one page, also with --stats, --check and --diff."),
+    ] = None
 
 
 @options.grouped
@@ -102,7 +106,17 @@ def inspect(
     asked = {name.rstrip("_"): said for name, said in vars(view).items() if name != "findings"}
     asked |= {"show": tuple(view.show or ()), "findings": bool(files)}
     question = InspectRequest(choice, **asked, second=second, on=on)
-    answer = look(src, opened, question, shown.progress() if question.reads_bytes else None)
-    report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
-    if not answer.ok:
-        raise typer.Exit(3)
+    watch = shown.progress() if question.reads_bytes else None
+    if question.html is not None:
+        from ckpttool.ops.inspect.answer import everything
+        from ckpttool.report.survey import refuse_others, show_survey
+
+        refuse_others(question.html)
+        found = everything(src, opened, question, watch)
+        code = show_survey(found, question.html, as_json=shown.json, quiet=shown.quiet, findings=files)
+    else:
+        answer = look(src, opened, question, watch)
+        report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
+        code = 0 if answer.ok else 3
+    if code:
+        raise typer.Exit(code)

@@ -15,6 +15,7 @@
     diff.py           two checkpoints, whatever their sharding and dialect
     drift.py          ... and how far they are apart, by layer and by module
     total.py          one digest of everything
+    survey.py         everything that a report shows, gathered once
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint
 of whole tensors, so neither is loaded for it.

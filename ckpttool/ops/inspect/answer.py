@@ -6,9 +6,10 @@ Only the part that is asked for is imported, because listing a checkpoint is don
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, CorruptError, UsageError
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
     from ckpttool.execute import Progress
     from ckpttool.execute.fleets.base import Fleet
     from ckpttool.findings import CheckResult, ImportsResult
-    from ckpttool.ops.inspect.diff import DiffResult
+    from ckpttool.ops.inspect.diff import DiffResult, Tolerance
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.runs import RunListing
     from ckpttool.ops.inspect.suggest import Suggestion
+    from ckpttool.ops.inspect.survey import Survey
     from ckpttool.ops.inspect.total import Total
     from ckpttool.ops.inspect.values import Slice, Values
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,19 @@ class InspectRequest:
     rtol: float | None = None
     depth: int | None = None
     svg: Path | None = None
+    html: Path | None = None
+    """Everything in one report; what else is asked is part of it."""
     on: str = ""
     """Who reads the elements: "" is this machine."""
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """Of a comparison; None for one bit for bit."""
+        if self.atol is None and self.rtol is None:
+            return None
+        from ckpttool.ops.inspect.diff import Tolerance
+
+        return Tolerance(self.atol or 0.0, self.rtol or 0.0)
 
     @property
     def reads_values(self) -> bool:
@@ -143,6 +158,27 @@ def inspect(
     Raises UsageError for a question that makes no sense, CorruptError when what is looked at changes meanwhile, and
     what ``open_checkpoint`` raises.
     """
+    return _watched(_answer, src, options, question, progress)
+
+
+def everything(
+    src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None = None
+) -> Survey:
+    """What a report shows of ``src``; the parts that read elements are those that ``question`` asks for.
+
+    Raises what ``inspect`` raises; see ``survey`` for errors that are part of the answer.
+    """
+    return _watched(_survey, src, options, question, progress)
+
+
+def _watched(
+    ask: Callable[[AnyPlace, OpenOptions, InspectRequest, Progress | None, Fleet | None], _Answer],
+    src: AnyPlace,
+    options: OpenOptions,
+    question: InspectRequest,
+    progress: Progress | None,
+) -> _Answer:
+    """The answer to a sensible question, if what was looked at has stayed the same meanwhile."""
     _sensible(question)
     if question.second:
         from ckpttool.ops.inspect.runs import pick
@@ -155,12 +191,14 @@ def inspect(
         from ckpttool.execute.machines.each import machines
 
         with machines(question.on) as fleet:
-            answer = _answer(src, options, question, progress, fleet)
+            answer = ask(src, options, question, progress, fleet)
     else:
-        answer = _answer(src, options, question, progress)
-    files = list(answer.listing.files) if isinstance(answer, View) else []
-    for side in ("left", "right"):  # of a DiffResult, whose module is loaded only where it is needed
-        checkpoint = getattr(answer, side, None)
+        answer = ask(src, options, question, progress, None)
+    # A View and a Survey have a listing; a Survey may have a DiffResult. Their modules are loaded only where needed.
+    listing: Listing | None = getattr(answer, "listing", None)
+    files = list(listing.files) if listing is not None else []
+    for side in ("left", "right"):
+        checkpoint = getattr(getattr(answer, "diff", None) or answer, side, None)
         files += source_files(checkpoint.stored.files) if checkpoint is not None else []
     changed = [p for p, was in zip(roots, before, strict=True) if number(p) != was]
     same = read_each(lambda _, file: file.is_unchanged(), [f.place for f in files], files)
@@ -170,12 +208,30 @@ def inspect(
     return answer
 
 
+def _survey(
+    src: AnyPlace, options: OpenOptions, question: InspectRequest, progress: Progress | None, fleet: Fleet | None
+) -> Survey:
+    from ckpttool.execute import NoProgress
+    from ckpttool.ops.inspect.survey import Wish, survey
+
+    wish = Wish(
+        question.choice,
+        stats=question.stats or question.histogram,
+        check=question.check,
+        check_values=question.check and question.values,
+        diff=question.diff,
+        diff_values=question.values,
+        tolerance=question.tolerance,
+    )
+    return survey(src, options, wish, progress or NoProgress(), fleet)
+
+
 def _answer(
     src: AnyPlace,
     options: OpenOptions,
     question: InspectRequest,
     progress: Progress | None,
-    fleet: Fleet | None = None,
+    fleet: Fleet | None,
 ) -> View | ImportsResult | CheckResult | DiffResult | RunListing:
     if question.checkpoints:
         from ckpttool.ops.inspect.runs import list_run
@@ -193,11 +249,8 @@ def _answer(
         return check(src, options, progress or NoProgress(), values=question.values, only=only, fleet=fleet)
     if question.diff is not None:
         from ckpttool.execute import NoProgress
-        from ckpttool.ops.inspect.diff import Tolerance, diff
+        from ckpttool.ops.inspect.diff import diff
 
-        tolerance = None
-        if question.atol is not None or question.rtol is not None:
-            tolerance = Tolerance(question.atol or 0.0, question.rtol or 0.0)
         patterns = tuple(question.choice.patterns)
         return diff(
             src,
@@ -205,8 +258,8 @@ def _answer(
             options,
             progress or NoProgress(),
             patterns=patterns,
-            values=question.values or tolerance is not None,
-            tolerance=tolerance,
+            values=question.values or question.tolerance is not None,
+            tolerance=question.tolerance,
             only=tuple(question.choice.components),
             fleet=fleet,
         )
@@ -305,9 +358,14 @@ def _sensible(question: InspectRequest) -> None:
         "--check": question.check,
         "--diff": question.diff is not None,
     }
+    if question.html is not None:
+        views = _beside_a_report(question, views)
     chosen = [name for name, said in views.items() if said]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)} are different questions", hint="ask one at a time")
+        raise UsageError(
+            f"{' and '.join(chosen)} are different questions",
+            hint="ask one at a time, or all in a report: --html FILE" if _reported(question) else "ask one at a time",
+        )
     if question.total and (not question.digest or question.stats or question.histogram):
         raise UsageError("--total belongs to --hash alone", hint="`--hash --total`")
     if question.total and (question.choice.patterns or question.choice.dtypes or question.choice.min_size):
@@ -332,14 +390,38 @@ def _sensible(question: InspectRequest) -> None:
         raise UsageError("--svg belongs to --ranks")
     if question.depth is not None and chosen:
         raise UsageError(f"--depth belongs to the tree, not to {chosen[0]}")
-    choice = question.choice
+    _sensible_choice(question, chosen)
+
+
+def _reported(question: InspectRequest) -> bool:
+    """Whether a report has room for all that is asked."""
+    others = (question.list, question.files, question.ranks, question.metadata, question.show, question.digest)
+    return not (any(others) or question.imports or question.suggest_family)
+
+
+def _beside_a_report(question: InspectRequest, views: dict[str, bool]) -> dict[str, bool]:
+    """The views without those that are parts of a report. Raises UsageError for one that is not."""
+    parts = {"--stats, --hist and --hash", "--check", "--diff"}
+    other = [name for name, said in views.items() if said and name not in parts]
+    other += ["--hash"] * question.digest + ["--depth"] * (question.depth is not None)
+    if other:
+        raise UsageError(
+            f"{other[0]} is not part of a report", hint="--html goes with --stats, --check, --diff and their options"
+        )
+    return {}
+
+
+def _sensible_choice(question: InspectRequest, chosen: Sequence[str]) -> None:
+    """Filters that contradict what is asked, or do nothing."""
+    choice, report = question.choice, question.html is not None
     if choice.components and (question.show or question.files or question.metadata or question.imports):
         raise UsageError(
             f"--only does not apply to {chosen[0]}", hint="--list --only COMPONENT shows which files it lies in"
         )
-    if choice.components and question.check and not question.values:
+    if choice.components and question.check and not question.values and not report:
         raise UsageError("--only with --check says whose elements --values reads", hint="add --values")
-    if (question.check or question.show or question.files or question.metadata or question.imports) and (
+    whole = question.check and not report
+    if (whole or question.show or question.files or question.metadata or question.imports) and (
         choice.patterns or choice.dtypes or choice.min_size
     ):
         raise UsageError(f"{chosen[0]} looks at a whole checkpoint or at what it names; filters do not apply")

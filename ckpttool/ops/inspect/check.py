@@ -63,14 +63,16 @@ def check(
     values: bool = False,
     only: tuple[str, ...] = (),
     fleet: Fleet | None = None,
+    sums: bool = True,
 ) -> CheckResult:
-    """Find every problem. ``only`` are the components of which ``values`` are read, () for all.
+    """Find every problem. ``only`` are the components of which ``values`` are read, () for all. ``sums``: prove the
+    checksums of a manifest, which reads everything that it lists.
 
     Raises UsageError when there is no such source or component; everything else is a finding.
     """
     path = parse_place(src)
     if is_multi_part(path, options):
-        return _check_parts(path, options, progress, values=values, only=only, fleet=fleet)
+        return _check_parts(path, options, progress, values=values, only=only, fleet=fleet, sums=sums)
     listing = list_source(path)
     chosen = _choose(listing, options)
     if isinstance(chosen, ChecksItself):
@@ -113,7 +115,7 @@ def check(
         result.findings.append(Finding(*finding))
     result.findings += code_findings(listing, {f.info.place for f in files if f.sound and f.info})
     padded = _padded(checkpoint) if checkpoint is not None else set()
-    _check_manifest(listing, files, result, progress, padded, fleet)
+    _check_manifest(listing, files, result, progress, padded, fleet, sums=sums)
     if values and checkpoint is not None:
         from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
 
@@ -140,7 +142,7 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
     listing, seen = list_source(path), CheckResult(path)  # what is wrong with a file is among the findings already
     named = [(n, f.place) for f in source_files(stored.files) if "/" in (n := relative(f.place, path))]
     files = [_examine(name, at, i, seen, proven=True) for i, (name, at) in enumerate(named)]
-    _check_manifest(listing, files, result, progress, set(), how["fleet"])
+    _check_manifest(listing, files, result, progress, set(), how["fleet"], sums=how["sums"])
     result.findings = list(dict.fromkeys(result.findings))
     return result
 
@@ -445,20 +447,22 @@ def _check_manifest(
     progress: Progress,
     padded: set[tuple[Place, int]],
     fleet: Fleet | None,
+    *,
+    sums: bool,
 ) -> None:
-    """Prove files against the checksums that were taken when they were written."""
+    """Prove files against what was noted when they were written: sizes and names and, with ``sums``, checksums."""
     if MANIFEST not in listing.names or listing.single.endswith(".safetensors"):
         return
     where = listing.path(MANIFEST)
     data = _json(listing, MANIFEST, "manifest-json", result)
     if data is None:
         return
-    sizes, sums = data.get("files"), data.get("tensors")
+    sizes, digests = data.get("files"), data.get("tensors")
     if (
         not isinstance(sizes, dict)
         or not all(type(n) is int for n in sizes.values())
-        or not isinstance(sums, dict)
-        or not all(isinstance(v, dict) for v in sums.values())
+        or not isinstance(digests, dict)
+        or not all(isinstance(v, dict) for v in digests.values())
     ):
         result.add("manifest-json", "the manifest has no `files` and `tensors`", where)
         return
@@ -469,7 +473,7 @@ def _check_manifest(
     wrong = _check_sizes(listing, sizes, result)
     by_name = {f.name: f for f in files}
     todo: list[tuple[ExaminedFile, StoredTensor, str]] = []
-    for name, tensors in sums.items():
+    for name, tensors in digests.items():
         f = by_name.get(name)
         if f is None or name in wrong or not f.sound:
             continue
@@ -489,6 +493,8 @@ def _check_manifest(
             if tensor not in tensors:
                 text = f"tensor `{tensor}` of {name} is not in the manifest"
                 result.add("manifest-tensor", text, listing.path(name))
+    if not sums:
+        return
     result.checked["checksum"] = len(todo)
     _prove(todo, listing, result, progress, fleet)
 

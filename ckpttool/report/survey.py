@@ -1,0 +1,459 @@
+"""A survey of a checkpoint as a report: which sections it has, and what each of them shows.
+
+What is summed by layer and module is summed here; the page draws it. What needs all tensors (sizes, the table) the page
+works out of their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import hypot, isfinite, prod, sqrt
+from pathlib import Path
+from typing import Any, cast
+
+from ckpttool.errors import CkptError, OutputError, plain
+from ckpttool.findings import ERROR, INFO, WARNING
+from ckpttool.kernels.stats import Stats
+from ckpttool.layers import Join, Layers, by_layer, largest, norm, share, smallest
+from ckpttool.names import natural_order
+from ckpttool.ops.inspect.diff import DiffResult
+from ckpttool.ops.inspect.drift import Drift
+from ckpttool.ops.inspect.identity import identify
+from ckpttool.ops.inspect.listing import Listing, mesh_text, relative, sharding_of
+from ckpttool.ops.inspect.survey import Survey
+from ckpttool.report import text
+from ckpttool.report.files import save
+from ckpttool.report.findings import folded, write_findings
+from ckpttool.report.inspect import headline, large
+from ckpttool.report.page import render
+from ckpttool.report.page.document import Column, Document, Section, Tensors
+from ckpttool.report.svg import figures
+from ckpttool.storage.place import resolved
+from ckpttool.words import count, short
+
+SERIES = 8
+"""Most lines of one chart: the modules with most bytes."""
+SHOWN = 500
+"""Most rows of a table of changes; the table of tensors has all."""
+
+Values = list[float | None]
+
+
+def refuse_others(path: Path) -> None:
+    """Raises OutputError for a file that is there and is no page, such as one of SRC's, and for a missing directory.
+
+    Before a checkpoint is read for hours.
+    """
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a directory" if path.is_dir() else "has no directory to lie in"
+            raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
+        if not path.is_file() or not path.stat().st_size:
+            return
+        with path.open("rb") as f:
+            begins = f.read(15).lower()
+    except OSError as e:
+        raise OutputError(f"the report cannot be written: {e.strerror}", where=str(path)) from None
+    if begins != b"<!doctype html>":
+        raise OutputError(
+            "the report would replace a file that is not a report", where=str(path), hint="choose another name"
+        )
+
+
+def show_survey(
+    survey: Survey,
+    path: Path,
+    *,
+    as_json: bool,
+    quiet: bool = False,
+    findings: Sequence[tuple[str, Path | None]] = (),
+) -> int:
+    """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
+    made = document(survey)
+    page = render(made)
+    save(path, page, "the report")
+    if not as_json and not quiet:
+        text.notes(_notes(survey))
+    said = write_findings(survey.check, findings)
+    if as_json:
+        text.dump(_printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
+    elif not quiet:
+        line = f"{plain(str(path))}: {short(len(page.encode(errors='backslashreplace')))}, {_what(survey)}"
+        (text.message if said else text.write)(line + ("" if said else "\n"))
+    # A check that was asked for has said why there are no tensors.
+    failures = survey.failures[survey.wish.check and survey.listing is None :]
+    for error in failures:
+        text.message(error.render())
+    return 3 if not survey.ok else failures[0].exit_code if failures else 0
+
+
+def _what(survey: Survey) -> str:
+    """What the report is of, in a few words."""
+    parts = [count(len(survey.listing.rows), "tensor")] if survey.listing is not None else ["no tensors"]
+    parts += ["statistics"] if survey.values else []
+    parts.append(_verdict(survey))
+    if survey.diff is not None:
+        parts.append(_compared(survey.diff))
+    return ", ".join(parts)
+
+
+def _verdict(survey: Survey) -> str:
+    errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
+    return ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n) or "no problem found"
+
+
+def _compared(diff: DiffResult) -> str:
+    if diff.ok:
+        return "equal" if diff.values else "equal names, dtypes and shapes"
+    return f"{diff.changed:,} of {count(diff.compared, 'tensor')} changed"
+
+
+def _printed(value: Any) -> Any:
+    """As JSON has it: numbers that are not finite as texts, as in every view."""
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {k: _printed(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printed(v) for v in value]
+    return value
+
+
+# -- the document
+
+
+def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> Section:
+    """A section, whatever its kind: ``document.py`` has what each needs."""
+    about = {"id": id_, "title": title, **({"text": said} if said else {}), "kind": kind}
+    return cast("Section", about | rest)
+
+
+def document(survey: Survey) -> Document:
+    """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
+    listing = survey.listing
+    sections: list[Section] = []
+    if listing is not None and listing.rows:
+        sections.append(_section("treemap", "sizes", "Sizes"))
+    if survey.layout is not None:
+        pictures = [f._asdict() for f in figures(survey.layout)]
+        sections.append(_section("figures", "ranks", "Layout over ranks", figures=pictures))
+    if survey.values:
+        sections += _by_layer(survey)
+    sections.append(_findings(survey))
+    if survey.diff is not None:
+        sections += _changes(survey.diff)
+    name = resolved(survey.path).name or str(survey.path)
+    out: Document = {
+        "schema": "ckpttool.report/1",
+        "title": name,
+        "subtitle": headline(identify(listing)) if listing is not None else "The checkpoint cannot be opened",
+        "facts": list(_facts(survey)),
+        "notes": _notes(survey) + [_said(e) for e in survey.failures],
+        "sections": sections,
+    }
+    if listing is not None and listing.rows:
+        out["sections"] = [*sections, _section("tensors", "tensors", "Tensors")]
+        out["tensors"] = _tensors(survey, listing)
+    return out
+
+
+def _notes(survey: Survey) -> list[str]:
+    listing, diff = survey.listing, survey.diff
+    out = [*survey.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
+    return list(dict.fromkeys(out))
+
+
+def _said(error: CkptError) -> str:
+    return " ".join([error.what, *(f"({w})" for w in error.where[:1])])
+
+
+def _facts(survey: Survey) -> Iterator[list[str]]:
+    """Labels and texts of a few words, what matters most first."""
+    listing = survey.listing
+    if listing is not None:
+        yield from _facts_of(listing)
+    elif survey.check.format:
+        yield ["Format", survey.check.format]
+    yield ["Check", _verdict(survey)]
+    if (diff := survey.diff) is not None:
+        yield ["Compared with", resolved(diff.right.path).name or str(diff.right.path)]
+        yield ["Difference", _compared(diff)]
+    yield ["Place", str(survey.path)]
+
+
+def _facts_of(listing: Listing) -> Iterator[list[str]]:
+    stored, known, totals = listing.stored, identify(listing), listing.totals()
+    if known.parameters is not None:
+        yield ["Parameters", large(known.parameters)]
+    if known.precision:
+        yield ["Precision", known.precision]
+    yield ["Size", short(listing.nbytes)]
+    chosen = f"{len(listing.rows):,} of " if len(listing.rows) != listing.tensors else ""
+    yield ["Tensors", f"{chosen}{listing.tensors:,}"]
+    yield ["Files", f"{len(listing.files):,}"]
+    if known.layers:
+        yield ["Layers", f"{known.layers:,}"]
+    if known.experts:
+        yield ["Experts", f"{known.experts:,}"]
+    yield ["Format", listing.format]
+    if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1:
+        yield ["Parallelism", mesh_text(stored)]
+    if len(totals) > 1:
+        yield ["Dtypes", ", ".join(t.dtype for t in totals)]
+    if len(listing.components) > 1:
+        yield ["Components", ", ".join(listing.components)]
+
+
+# -- tensors
+
+
+def _tensors(survey: Survey, listing: Listing) -> Tensors:
+    rows = listing.rows
+    files = [*(relative(f.place, listing.stored.root) for f in listing.files), None]
+    columns: list[Column] = [
+        {"id": "dtype", "title": "Dtype", "kind": "code", "values": [r.dtype for r in rows]},
+        {"id": "shape", "title": "Shape", "kind": "shape", "values": [r.shape for r in rows]},
+        {"id": "bytes", "title": "Bytes", "kind": "bytes", "values": [r.nbytes for r in rows]},
+    ]
+    if len(listing.components) > 1:
+        components = [r.component for r in rows]
+        columns.insert(0, {"id": "component", "title": "Component", "kind": "text", "values": components})
+    if survey.values:
+        columns += _measured([v.stats for v in survey.values])
+    if survey.diff is not None and survey.diff.values:
+        columns += _apart(survey.diff, listing)
+    columns += [
+        {"id": "file", "title": "File", "kind": "code", "values": [files[r.file] for r in rows]},
+        {
+            "id": "offset",
+            "title": "Offset",
+            "kind": "count",
+            "values": [r.offset if r.file >= 0 else None for r in rows],
+            "hidden": True,
+            "help": "The byte of the file at which its first piece begins",
+        },
+    ]
+    if survey.holders:
+        ranks: Column = {"id": "ranks", "title": "Ranks", "kind": "text", "values": list(survey.holders)}
+        columns.append({**ranks, "help": "The ranks that hold some of it"})
+    if any(r.pieces != 1 for r in rows):
+        columns.append(_hidden("pieces", "Pieces", "count", [r.pieces for r in rows]))
+    if any(r.derived for r in rows):
+        said = ["rounded from its master weight" if r.derived else None for r in rows]
+        columns.append(_hidden("derived", "Stored as", "text", said))
+    out: Tensors = {"names": [r.name for r in rows], "columns": columns}
+    if any(r.component != "model" for r in rows):
+        out["parameters"] = [r.parameter for r in rows]
+    if survey.values:
+        out["histograms"] = [v.histogram.counts if v.histogram is not None else None for v in survey.values]
+    return out
+
+
+def _hidden(name: str, title: str, kind: Any, values: Sequence[Any]) -> Column:
+    return {"id": name, "title": title, "kind": kind, "values": values, "hidden": True}
+
+
+def _measured(stats: Sequence[Stats | None]) -> list[Column]:
+    """Statistics; what no tensor has, such as a NaN, has no column."""
+
+    def each(attribute: str) -> list[Any]:
+        return [None if s is None else getattr(s, attribute) for s in stats]
+
+    out: list[Column] = [
+        {"id": "min", "title": "Min", "kind": "number", "values": each("minimum")},
+        {"id": "max", "title": "Max", "kind": "number", "values": each("maximum")},
+        {"id": "mean", "title": "Mean", "kind": "number", "values": each("mean")},
+        {"id": "std", "title": "Std", "kind": "number", "values": each("std")},
+        {"id": "norm", "title": "Norm", "kind": "number", "values": [l2(s) for s in stats]},
+    ]
+    out[-1]["help"] = "The root of the sum of all squares (L2)"
+    zeros = [None if s is None else s.zeros / s.elements if s.elements else 0.0 for s in stats]
+    out.append({"id": "zeros", "title": "Zeros", "kind": "share", "values": zeros, "help": "Share of elements"})
+    for name, title in (("nan", "NaN"), ("inf", "Inf"), ("saturated", "Saturated")):
+        found = each(name)
+        if any(found):
+            out.append({"id": name, "title": title, "kind": "count", "values": found})
+    return out
+
+
+def l2(stats: Stats | None) -> float | None:
+    """The L2 norm of a tensor's finite elements."""
+    if stats is None or stats.mean is None or stats.std is None:
+        return None
+    return sqrt(stats.elements - stats.nan - stats.inf) * hypot(stats.mean, stats.std)
+
+
+def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
+    """How far each tensor is from OTHER's: 0 for equal ones, None for those that were not compared."""
+    changed = {d.name: d for d in diff.elements}
+    alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
+    far: Values = []
+    angle: Values = []
+    for row in listing.rows:
+        found = changed.get(row.name)
+        if found is not None:
+            far.append(found.relative)
+            angle.append(found.cosine)
+            continue
+        # Under Hugging Face names, a name of this side may be none that was compared.
+        equal = row.component in diff.by_component and row.name not in alone and not diff.renamed
+        far.append(0.0 if equal else None)
+        angle.append(None)
+    told = "Norm of the difference by the norm of the other side's tensor"
+    return [
+        {"id": "relative", "title": "Change", "kind": "number", "values": far, "help": told},
+        {
+            "id": "cosine",
+            "title": "Cosine",
+            "kind": "number",
+            "values": angle,
+            "help": "1 where the direction is equal",
+        },
+    ]
+
+
+# -- by layer
+
+
+def _by_layer(survey: Survey) -> Iterator[Section]:
+    """Plots of the model's statistics; of the first component where there is no model."""
+    listing = survey.listing
+    if listing is None or not listing.components:
+        return
+    main = "model" if "model" in listing.components else listing.components[0]
+    mine = [v for v in survey.values if v.row.component == main and v.stats is not None]
+    stats = [v.stats for v in mine if v.stats is not None]
+    layers = by_layer([v.row.parameter for v in mine])
+    inside = [i for i, r in enumerate(layers.rows) if r.layer is not None]
+    if len(inside) < 2:
+        return
+    of = "" if main == "model" else f" ({main})"
+    sizes = [prod(v.row.shape) for v in mine]
+    shown = _largest_modules(layers, inside, sizes)
+    x = [layers.labels[i].removeprefix("layer ") for i in inside]
+
+    def chart(
+        id_: str, title: str, y: str, said: str, lines: list[tuple[str, Values]], *, log: bool = False
+    ) -> Section:
+        series = [{"name": name, "values": values} for name, values in lines]
+        return _section("lines", id_, title + of, said, x=x, x_label="layer", y_label=y, log=log, series=series)
+
+    norms = layers.grid(norm([l2(s) for s in stats]))
+    yield chart(
+        "norms",
+        "Norms by layer",
+        "L2 norm",
+        "The norm of all elements of a module in a layer together, experts as one."
+        + (f" The {SERIES} modules with most elements are drawn." if len(shown) == SERIES else ""),
+        [(layers.modules[c], [norms[i][c] for i in inside]) for c in shown],
+        log=True,
+    )
+    extremes: list[tuple[str, Join]] = [
+        ("max", largest([s.maximum for s in stats])),
+        ("min", smallest([s.minimum for s in stats])),
+    ]
+    yield chart(
+        "extremes",
+        "Extremes by layer",
+        "value",
+        "The largest and the smallest element of each layer.",
+        [(name, _at(layers.by_row(join), inside)) for name, join in extremes],
+    )
+    outliers = largest([s.amax / s.std if s.amax is not None and s.std else None for s in stats])
+    said = (
+        "The largest absolute value by the standard deviation, of the tensor of a module where it is largest."
+        " About 5 is what a normal distribution has; quantisation suffers from large ones."
+    )
+    yield _heatmap(layers, inside, outliers, ("outliers", f"Outliers by layer and module{of}", said), "amax / std")
+    zeros = share([s.zeros for s in stats], [s.elements for s in stats])
+    if any(s.zeros for s in stats):
+        yield chart(
+            "zeros",
+            "Zeros by layer",
+            "share of elements",
+            "The share of elements that are exactly zero.",
+            [("zeros", _at(layers.by_row(zeros), inside))],
+        )
+
+
+def _at(values: Values, places: Sequence[int]) -> Values:
+    return [values[i] for i in places]
+
+
+def _largest_modules(layers: Layers, inside: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Columns of the modules with most elements that several layers have, in the order of the names."""
+    held: dict[int, list[int]] = {}
+    for (row, column), at in layers.cells.items():
+        if row in set(inside):
+            held.setdefault(column, []).append(sum(sizes[i] for i in at))
+    several = [c for c, found in held.items() if len(found) > 1] or list(held)
+    return sorted(sorted(several, key=lambda c: (-sum(held[c]), c))[:SERIES])
+
+
+def _heatmap(layers: Layers, inside: Sequence[int], join: Join, head: tuple[str, str, str], unit: str) -> Section:
+    grid = layers.grid(join)
+    used = [c for c in range(len(layers.modules)) if any(grid[i][c] is not None for i in inside)]
+    rows = [layers.labels[i] for i in inside]
+    values = [[grid[i][c] for c in used] for i in inside]
+    return _map(*head, rows, [layers.modules[c] for c in used], values, unit)
+
+
+def _map(
+    id_: str, title: str, said: str, rows: list[str], columns: list[str], values: list[Values], unit: str
+) -> Section:
+    labels = {"row_label": "layer", "column_label": "module"}
+    return _section(
+        "heatmap", id_, title, said, rows=rows, columns=columns, **labels, values=values, unit=unit, log=True
+    )
+
+
+# -- findings and changes
+
+
+def _findings(survey: Survey) -> Section:
+    words = {ERROR: "error", WARNING: "warning", INFO: "note"}
+    found = []
+    for f, more in folded(survey.check.findings):
+        said = f.text + (f" and {more:,} more like it" if more else "")
+        found.append({"id": f.id, "severity": words[f.severity], "text": said, "where": f.where, "hint": f.hint})
+    asked = survey.wish.check_values
+    told = "" if asked else "Elements were not checked; --check --values reads them, too."
+    checked = {f"{noun}s": n for noun, n in survey.check.checked.items()}
+    return _section("findings", "findings", "Findings", told, findings=found, checked=checked)
+
+
+def _changes(diff: DiffResult) -> Iterator[Section]:
+    other = resolved(diff.right.path).name or str(diff.right.path)
+    if (drift := diff.drift) is not None:
+        yield from _drift(drift, other)
+    rows: list[list[Any]] = [["only here", name, ""] for name in diff.only_left]
+    rows += [[f"only in {other}", name, ""] for name in diff.only_right]
+    rows += [["shape", m.name, f"{m.left} and {m.right}"] for m in diff.shapes]
+    rows += [["dtype", m.name, f"{m.left} and {m.right}"] for m in diff.dtypes]
+    if rows:
+        titles = [("Difference", "text"), ("Tensor", "code"), ("What", "text")]
+        yield _table("differences", "Differences in names, shapes and dtypes", titles, rows)
+    if diff.elements:
+        changed = [[d.name, d.relative, d.cosine, d.max_abs, d.elements / d.total] for d in diff.elements]
+        titles = [("Tensor", "code"), ("Change", "number"), ("Cosine", "number"), ("Largest difference", "number")]
+        yield _table("changes", "Largest changes", [*titles, ("Elements changed", "share")], changed)
+    if not rows and not diff.elements:
+        how = "every element" if diff.values else "names, dtypes and shapes; --values compares the elements, too"
+        yield _table("changes", "Largest changes", [("Compared", "text"), ("Answer", "text")], [[how, "equal"]])
+
+
+def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> Section:
+    said = f"The first {SHOWN} of {len(rows):,}; --diff --json has all." if len(rows) > SHOWN else ""
+    titles = [{"title": name, "kind": kind} for name, kind in columns]
+    return _section("table", id_, title, said, columns=titles, rows=rows[:SHOWN])
+
+
+def _drift(drift: Drift, other: str) -> Iterator[Section]:
+    """Relative change by layer and module; layers in their order, modules with the largest change first."""
+    layers = list(dict.fromkeys(layer for layer, _ in drift.cells))
+    layers = [layers[i] for i in natural_order(layers)]
+    modules = [d.name for d in drift.modules]
+    of = "" if drift.component == "model" else f" ({drift.component})"
+    said = f"The norm of the difference by the norm of {other}'s tensors; an empty cell has not changed."
+    values = [[drift.cells.get((layer, module)) for module in modules] for layer in layers]
+    yield _map("drift", f"Change by layer and module{of}", said, layers, modules, values, "relative change")

@@ -1,0 +1,227 @@
+"""``inspect --html``: what a report shows is what the other views say, and what cannot be found out leaves a place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpttool.formats.base import OpenOptions
+from ckpttool.ops.inspect.answer import InspectRequest, everything
+from ckpttool.report.survey import document
+from tests.helpers.command import Done, ckpttool
+from tests.helpers.tensorfile import Raw, write
+from tests.inspect.models import CONFIG, llama
+
+TP8 = Path("fixtures/llama_tp8")
+
+
+def saved(root: Path, tensors: dict[str, Raw], config: dict[str, Any] | None = None) -> Path:
+    root.mkdir()
+    write(root / "model.safetensors", tensors)
+    (root / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    return root
+
+
+def report(src: Path, file: Path, *options: object) -> tuple[Done, dict[str, Any]]:
+    """The page is written; its document is what --json prints."""
+    done = ckpttool("inspect", src, "--html", file, "--json", *options)
+    return done, json.loads(done.out)
+
+
+def section(made: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [s for s in made["sections"] if s["id"] == name]
+    return dict(found)
+
+
+def columns(made: dict[str, Any]) -> dict[str, list[Any]]:
+    names = {"name": made["tensors"]["names"]}
+    return names | {c["id"]: c["values"] for c in made["tensors"]["columns"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("report") / "llama", llama("F32"))
+
+
+def test_statistics_are_those_of_the_elements(model: Path, tmp_path: Path) -> None:
+    done, made = report(model, tmp_path / "r.html", "--stats")
+    assert (done.code, done.err) == (0, "")
+    found = columns(made)
+    elements = {name: raw.bits.view(np.float32).astype(np.float64) for name, raw in llama("F32").items()}
+    assert sorted(found["name"]) == sorted(elements)
+    for i, name in enumerate(found["name"]):
+        data = elements[name]
+        assert found["shape"][i] == list(data.shape)
+        assert found["min"][i] == data.min()
+        assert found["max"][i] == data.max()
+        assert found["mean"][i] == pytest.approx(data.mean(), rel=1e-6)
+        assert found["std"][i] == pytest.approx(data.std(), rel=1e-6)
+        assert found["norm"][i] == pytest.approx(np.linalg.norm(data), rel=1e-6)
+        assert found["zeros"][i] == np.mean(data == 0)
+        assert made["tensors"]["histograms"][i] == np.histogram(data, 20)[0].tolist()
+
+
+def test_sums_by_layer_are_those_of_the_elements(model: Path, tmp_path: Path) -> None:
+    _, made = report(model, tmp_path / "r.html", "--stats")
+    elements = {name: raw.bits.view(np.float32).astype(np.float64) for name, raw in llama("F32").items()}
+    norms = section(made, "norms")
+    assert norms["x"] == ["0", "1"]
+    shown = {s["name"]: s["values"] for s in norms["series"]}
+    for i in range(2):
+        data = elements[f"model.layers.{i}.mlp.up_proj.weight"]
+        assert shown["mlp.up_proj"][i] == pytest.approx(np.linalg.norm(data), rel=1e-6)
+    extremes = {s["name"]: s["values"] for s in section(made, "extremes")["series"]}
+    inside = [np.concatenate([d.ravel() for n, d in elements.items() if f".{i}." in n]) for i in range(2)]
+    assert extremes == {"max": [d.max() for d in inside], "min": [d.min() for d in inside]}
+    outliers = section(made, "outliers")
+    column = outliers["columns"].index("self_attn.q_proj")
+    data = elements["model.layers.1.self_attn.q_proj.weight"]
+    assert outliers["values"][1][column] == pytest.approx(np.abs(data).max() / data.std(), rel=1e-6)
+
+
+def test_a_filter_chooses_what_is_shown(model: Path, tmp_path: Path) -> None:
+    done, made = report(model, tmp_path / "r.html", "--filter", "*.up_proj.weight")
+    assert done.code == 0
+    assert columns(made)["name"] == [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+    assert ["Tensors", "2 of 21"] in made["facts"]
+
+
+def test_what_is_said_and_the_same_bytes_again(model: Path, tmp_path: Path) -> None:
+    one, two = (ckpttool("inspect", model, "--html", tmp_path / f"{i}.html", "--stats") for i in "ab")
+    page = (tmp_path / "a.html").read_bytes()
+    assert page == (tmp_path / "b.html").read_bytes()
+    assert (one.code, one.err) == (0, "")
+    assert one.out == f"{tmp_path}/a.html: {len(page) / 1000:.2f} kB, 21 tensors, statistics, no problem found\n"
+    assert two.code == 0
+
+
+def test_differences_are_in_the_report_and_the_exit_code(model: Path, tmp_path: Path) -> None:
+    changed = llama("F32")
+    name = "model.layers.1.mlp.up_proj.weight"
+    data = changed[name].bits.view(np.float32).copy()
+    data[0] += 1
+    changed[name] = Raw("F32", data.view(np.uint32))
+    other = saved(tmp_path / "other", changed)
+    done, made = report(model, tmp_path / "r.html", "--diff", other, "--values")
+    assert done.code == 3
+    before = llama("F32")[name].bits.view(np.float32).astype(np.float64)
+    relative = np.linalg.norm(data - before) / np.linalg.norm(data.astype(np.float64))
+    assert section(made, "changes")["rows"][0][:2] == [name, pytest.approx(relative, rel=1e-6)]
+    drift = section(made, "drift")
+    assert (drift["rows"], drift["columns"]) == (["model.layers.1"], ["mlp.up_proj"])
+    assert drift["values"] == [[pytest.approx(relative, rel=1e-6)]]
+    found = dict(zip(made["tensors"]["names"], columns(made)["relative"], strict=True))
+    assert found.pop(name) == pytest.approx(relative, rel=1e-6)
+    assert set(found.values()) == {0.0}
+
+
+def test_equal_checkpoints(model: Path, tmp_path: Path) -> None:
+    done, made = report(model, tmp_path / "r.html", "--diff", model, "--values", "--check")
+    assert done.code == 0
+    assert section(made, "changes")["rows"] == [["every element", "equal"]]
+
+
+def test_ranks_and_who_holds_what(tmp_path: Path) -> None:
+    done, made = report(TP8, tmp_path / "r.html")
+    assert done.code == 0
+    found = columns(made)
+    ranks = dict(zip(found["name"], found["ranks"], strict=True))
+    assert ranks["model.embed_tokens.weight"] == "0-7"
+    assert section(made, "ranks")["figures"]
+    assert ["Parallelism", "tp 8"] in made["facts"]
+
+
+def test_components_have_parameters(tmp_path: Path) -> None:
+    _, made = report(Path("fixtures/paddle_zcc/ep2_tp2_sharding2_ema"), tmp_path / "r.html", "--only", "optimizer")
+    at = made["tensors"]["names"].index("optimizer/model.layers.1.self_attn.q_proj.weight/moment1_0")
+    assert made["tensors"]["parameters"][at] == "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_a_broken_checkpoint_has_findings(tmp_path: Path) -> None:
+    broken = saved(tmp_path / "broken", llama())
+    os.truncate(broken / "model.safetensors", 4000)
+    done = ckpttool("inspect", broken, "--html", tmp_path / "r.html")
+    assert done.code == 1
+    assert "no tensors, 19 errors\n" in done.out
+    assert done.err.startswith("error: tensor")
+    done, made = report(broken, tmp_path / "r.html", "--check")
+    assert (done.code, done.err) == (3, "")
+    assert [f["id"] for f in section(made, "findings")["findings"]] == ["truncated"]  # folded: one line for a file
+    assert [s["id"] for s in made["sections"]] == ["findings"]
+    assert "tensors" not in made
+
+
+def test_hostile_names_and_values(tmp_path: Path) -> None:
+    tensors = {
+        "</script><script>alert(1)</script>": Raw("F32", np.array([np.nan, np.inf], np.float32).view(np.uint32)),
+        "a\u202e\n\x1b[2J.0.b": Raw("F32", np.zeros((0, 3), np.uint32)),
+        "layers.1.w": Raw("F32", np.array(3, np.uint32)),
+        "layers.0.w": Raw("I64", np.array([2**63 - 1], np.uint64)),
+    }
+    src = saved(tmp_path / "src", tensors, {})
+    done, made = report(src, tmp_path / "r.html", "--stats")
+    assert done.code == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "alert(1)" not in page
+    assert "\x1b" not in page
+    assert len(columns(made)["name"]) == 4
+    assert sorted(columns(made)["nan"]) == [0, 0, 0, 1]
+
+
+def test_only_checksums_that_were_asked_for_are_read(tmp_path: Path) -> None:
+    assert ckpttool("reshard", TP8, tmp_path / "dst", "--tp-out", 1, "--manifest", "-q").code == 0
+    _, made = report(tmp_path / "dst", tmp_path / "r.html")
+    assert "checksums" not in section(made, "findings")["checked"]
+    _, made = report(tmp_path / "dst", tmp_path / "r.html", "--check")
+    assert section(made, "findings")["checked"]["checksums"] == 39
+
+
+@pytest.mark.parametrize("option", ["--list", "--files", "--ranks", "--metadata", "--hash", "--imports", "--depth=1"])
+def test_other_views_are_refused(option: str, model: Path, tmp_path: Path) -> None:
+    done = ckpttool("inspect", model, "--html", tmp_path / "r.html", option)
+    assert done.code == 2
+    assert f"{option.partition('=')[0]} is not part of a report" in done.err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_no_file_but_a_report_is_replaced(model: Path, tmp_path: Path) -> None:
+    src = saved(tmp_path / "src", llama())
+    before = (src / "model.safetensors").read_bytes()
+    done = ckpttool("inspect", src, "--html", src / "model.safetensors")
+    assert done.code == 1
+    assert "a file that is not a report" in done.err
+    assert (src / "model.safetensors").read_bytes() == before
+    for _ in range(2):
+        assert ckpttool("inspect", model, "--html", tmp_path / "r.html").code == 0
+    assert ckpttool("inspect", model, "--html", tmp_path).code == 1
+    assert ckpttool("inspect", model, "--html", tmp_path / "none" / "r.html").code == 1
+
+
+def test_nothing_is_written_for_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = ckpttool("inspect", tmp_path / "empty", "--html", tmp_path / "r.html")
+    assert done.code == 1
+    assert "no checkpoint format is recognised" in done.err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_plain_inspect_loads_nothing_of_it() -> None:
+    code = (
+        "import sys; from tests.helpers.command import ckpttool; ckpttool('inspect', 'fixtures/vllm_sharded_tp2');"
+        "print([m for m in sys.modules if m.endswith('survey') or '.page' in m or m == 'ckpttool.layers'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_documents_have_each_section_once(model: Path) -> None:
+    made = document(everything(model, OpenOptions(), InspectRequest(stats=True, html=Path("r.html"))))
+    ids = [s["id"] for s in made["sections"]]
+    assert ids == ["sizes", "norms", "extremes", "outliers", "zeros", "findings", "tensors"]
