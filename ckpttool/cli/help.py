@@ -51,6 +51,7 @@ TASKS = (
     ("Convert", ("reshard", "merge", "convert-json")),
     ("Quantise", ("fp8-cast", "fp8-size")),
     ("Look and edit", ("inspect", "drop-keys")),
+    ("Help", ("doctor",)),
 )
 """The commands by task, as ``ckpttool`` alone lists them."""
 
@@ -85,6 +86,7 @@ EXAMPLES = {
         "ckpttool fp8-size llama/config.json",
         "ckpttool fp8-size llama --tp-out 8 --kv fp8 --tokens 32k --gpu h100",
     ),
+    "doctor": ("ckpttool doctor", "ckpttool doctor /mnt/models", "ckpttool doctor s3://bucket/models --online"),
 }
 """Command lines to begin with."""
 NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpttool.errors import OutputError
@@ -55,11 +55,10 @@ def look_at(directory: Path) -> Filesystem:
     free = room.f_bavail * room.f_frsize
     try:
         with _scratch(directory) as inside:
-            tried = _tried(inside)
+            return _tried(inside, Filesystem(kind, mounted, free, files))
     except (OSError, OutputError) as e:
         why = (e.strerror if isinstance(e, OSError) else e.what) or type(e).__name__
         return Filesystem(kind, mounted, free, files, refused=why)
-    return Filesystem(kind, mounted, free, files, **tried)
 
 
 @contextlib.contextmanager
@@ -71,21 +70,22 @@ def _scratch(directory: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _tried(inside: Path) -> dict[str, str | bool | None]:
+def _tried(inside: Path, known: Filesystem) -> Filesystem:
     one, two, other = inside / "one", inside / "two", inside / "other"
     policy = _policy(one)
     shared = share(str(one), str(two))
     two.unlink(missing_ok=True)
     (inside / "Case").touch()
-    return {
-        "policy": policy,
-        "reflinks": shared == "reflinked",
-        "hard_links": shared == "hard-linked" or _links(one, two),
-        "locks": _locks(one),
-        "exchanges": _exchanges(one, other),
-        "sparse": _sparse(inside / "sparse"),
-        "case": not (inside / "case").exists(),
-    }
+    return replace(
+        known,
+        policy=policy,
+        reflinks=shared == "reflinked",
+        hard_links=shared == "hard-linked" or _links(one, two),
+        locks=_locks(one),
+        exchanges=_exchanges(one, other),
+        sparse=_sparse(inside / "sparse"),
+        case=not (inside / "case").exists(),
+    )
 
 
 def _policy(path: Path) -> str:

@@ -1,0 +1,29 @@
+"""``ckpttool doctor``: what can be done here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli import options
+from ckpttool.cli.options import argument, flag
+
+
+@options.grouped
+def doctor(
+    *,
+    path: Annotated[str, argument("PATH", "Where you want to read or write; default: the current directory.")] = ".",
+    online: Annotated[
+        bool, flag("--online", "Also ask other machines: whether PATH can be reached, and logins are valid.")
+    ] = False,
+    shown: options.OutputFlags,
+) -> None:
+    """Say what works here, what is slow and what is missing: disk, memory, cores, packages, logins."""
+    from ckpttool.ops.doctor import examine
+    from ckpttool.report.doctor import show_health
+
+    health = examine(path, online=online)
+    show_health(health, as_json=shown.json, quiet=shown.quiet)
+    if not health.ok:
+        raise typer.Exit(3)

@@ -1,0 +1,39 @@
+"""What ``doctor`` found out, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import plain
+from ckpttool.report.text import dump, write
+
+if TYPE_CHECKING:
+    from ckpttool.ops.doctor import Health
+
+SCHEMA = "ckpttool.doctor/1"
+_TITLES = {
+    "place": "Where files go",
+    "machine": "This machine",
+    "python": "Python",
+    "extras": "Extras",
+    "logins": "Other places",
+}
+
+
+def show_health(health: Health, *, as_json: bool, quiet: bool = False) -> None:
+    """Everything by topic; with ``quiet`` only what is not ok."""
+    if as_json:
+        found = [{**p._asdict(), "hint": p.hint or None} for p in health.points]
+        said = {"schema": SCHEMA, "path": str(health.place), "ok": health.ok}
+        dump({**said, "versions": health.versions, "points": found}, entries=len(found))
+        return
+    shown = [p for p in health.points if not quiet or p.verdict != "ok"]
+    most = max((len(p.id) for p in shown), default=0)
+    topic = ""
+    for p in shown:
+        if p.topic != topic:
+            write(("\n" if topic else "") + f"{_TITLES[p.topic]}\n")
+            topic = p.topic
+        write(f"  {p.verdict:7}  {p.id:{most}}  {plain(p.text)}\n")
+        if p.hint:
+            write(f"  {'':7}  {'':{most}}  hint: {plain(p.hint)}\n")
