@@ -197,6 +197,7 @@ complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l check -d 'Look 
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l diff -r -F -d 'Compare with OTHER; exit 3 when they differ.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l values -d 'With --diff and --check: also read the elements.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l filter -x -d 'Only these tensors: a glob or re:REGEX; can be repeated.'
+complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l html -r -F -d 'Write a report to FILE: one page, also with --stats, --check and --diff.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l imports -d 'What the pickles in SRC would import; exit 3 when one is dangerous.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l suggest-family -d 'Print a family file to start from, for a model that none is for.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l part -x -d 'Only this part of a pipeline, such as transformer; the others stay as they are; can be repeated.'
@@ -331,3 +332,10 @@ complete -c ckpttool -n '__fish_seen_subcommand_from fp8-size' -l unit -x -a 'GB
 complete -c ckpttool -n '__fish_seen_subcommand_from fp8-size' -l json -d 'Print the result as JSON.'
 complete -c ckpttool -n '__fish_seen_subcommand_from fp8-size' -s q -l quiet -d 'Suppress progress and notes.'
 complete -c ckpttool -n '__fish_seen_subcommand_from fp8-size' -s h -l help -d 'Show the options.'
+
+complete -c ckpttool -n __fish_use_subcommand -a doctor -d 'Say what works here, and what is missing.'
+complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -F
+complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -l online -d 'Also ask other machines: whether PATH can be reached, and logins are valid.'
+complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -l json -d 'Print the result as JSON.'
+complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -s q -l quiet -d 'Suppress progress and notes.'
+complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -s h -l help -d 'Show the options.'
