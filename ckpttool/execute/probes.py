@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpttool.errors import OutputError
-from ckpttool.execute.destinations.local import exchange
 from ckpttool.execute.files import UNCACHED_FROM, FilePool, share
+from ckpttool.storage.system import exchange
 
 _SPARSE = 8 << 20
 _CGROUP = Path("/sys/fs/cgroup")
@@ -162,13 +162,6 @@ def _mount(directory: Path) -> tuple[str, str]:
 
 
 # -- the machine
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def quota() -> float | None:

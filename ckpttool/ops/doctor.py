@@ -21,6 +21,7 @@ from ckpttool.execute.files import descriptor_limit
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.system import cores
 from ckpttool.version import __version__
 from ckpttool.words import count, short
 
@@ -169,9 +170,9 @@ def _machine() -> Iterator[Point]:
         yield Point("machine", "memory", SLOW, text + ", and each process of a merge about 100 MB", hint)
     else:
         yield Point("machine", "memory", OK, text)
-    cores, quota = probes.cores(), probes.quota()
-    text = count(cores, "core")
-    if quota is not None and quota < cores:
+    there, quota = cores(), probes.quota()
+    text = count(there, "core")
+    if quota is not None and quota < there:
         hint = f"--workers {max(1, round(quota))} for merge and fp8-cast, which start a process for each core"
         yield Point("machine", "cores", SLOW, f"{text}, of which a quota leaves {quota:g}", hint)
     else:

@@ -80,7 +80,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "memory", lambda: (1 << 28, 1 << 29))
-    monkeypatch.setattr(probes, "cores", lambda: 64)
+    monkeypatch.setattr(doctor, "cores", lambda: 64)
     monkeypatch.setattr(probes, "quota", lambda: 2.0)
     monkeypatch.setattr(probes, "processor", lambda: frozenset({"sse2"}))
     code, found = points(tmp_path)
