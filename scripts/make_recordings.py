@@ -1,6 +1,6 @@
 """Record terminal sessions as animated SVG for README.md and docs/: python scripts/make_recordings.py
 
-    docs/images/terminal-NAME.svg    one for each of SESSIONS
+    terminal-NAME.svg in docs/images/    one for each of SESSIONS
 
 The commands run in a pseudoterminal, so what is shown is what a person sees, colours included. A picture types each
 command and shows what it prints. It needs no script, follows the reader's light or dark mode, and stands still,

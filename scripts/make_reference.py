@@ -1,5 +1,6 @@
 """Write what follows from the code in docs/: python scripts/make_reference.py
 
+    README.md           the formats, and what each can hold, from their capabilities
     docs/reference.md             the list of commands
     docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
     docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
@@ -160,7 +161,56 @@ def generated() -> str:
     return "\n".join(rows)
 
 
+SOFTWARE = {
+    "hf": "Hugging Face: safetensors, shards and an index",
+    "ranks": "one safetensors file for each rank; other software's, too",
+    "deepseek": "DeepSeek's inference code",
+    "vllm": "vLLM's sharded state",
+    "trtllm": "TensorRT-LLM",
+    "unified": "PaddleNLP, PaddleFormers",
+    "hybrid": "PaddleNLP, PaddleFormers",
+    "zcc": "PaddleFormers, PaddleNLP: zero-cost checkpoints",
+    "flex": "PaddleFormers, Paddle",
+    "pdparams": "one file of `paddle.save`",
+    "program": "Paddle's exports for inference",
+    "torch-bin": "PyTorch: `.bin`, `.pt`, `.pth`, `.ckpt`",
+    "meta": "Llama and Mistral as published",
+    "dcp": "torch.distributed.checkpoint: FSDP2, HSDP, torchtitan, accelerate",
+    "fsdp": "FSDP's DTensors: verl and others",
+    "bytecheckpoint": "ByteCheckpoint",
+    "deepspeed": "DeepSpeed: ZeRO 1, 2 and 3",
+    "universal": "DeepSpeed's universal checkpoints",
+    "gguf": "llama.cpp: F32, F16, BF16, Q8_0",
+    "megatron-dist": "Megatron Core: dist checkpoints, NeMo",
+    "megatron": "Megatron Core: a folder for each rank",
+    "diffusers": "pipelines of several models",
+    "sentence-transformers": "directories of several models",
+}
+"""Whose a format is: all else that the table says of it, the code knows."""
+STATES = {"optimizer": "yes", "ema": "EMA", "adapter": "adapters"}
+
+
+def formats() -> str:
+    """A row for each format: whether it is read and written, and what it can hold."""
+    from ckpttool.formats.parts import MultiPart
+    from ckpttool.formats.registry import READERS, WRITERS
+
+    rows = ["| format | of | read | written | optimizer | ranks |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, format_ in READERS.items():
+        of = format_.capabilities
+        states = [word for component, word in STATES.items() if component in of.components]
+        if of.optimizer_beside:
+            states.append("`optimizer.pt`")
+        cut = of.meshes or ("whole tensors" if name in WRITERS else "as saved")
+        if of.optimizer_shards:
+            cut += "; sharded optimizer" if of.meshes else ", in any number of shards"
+        written = "yes" if name in WRITERS else "as it was" if isinstance(format_, MultiPart) else ""
+        rows.append(f"| `{name}` | {SOFTWARE[name]} | yes | {written} | {', '.join(states)} | {cut} |")
+    return "\n".join(rows)
+
+
 TABLES = {
+    "formats": ("README.md", formats),
     "commands": ("docs/reference.md", commands),
     "families": ("docs/layouts/families.md", families),
     "generated families": ("docs/layouts/two-ways.md", generated),
