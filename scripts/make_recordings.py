@@ -64,6 +64,8 @@ LOOKS = {
              "31": "#ff8a80", "32": "#6fdd8b", "33": "#f2cc60", "36": "#76d9f0"},
 }  # fmt: skip
 """Of SGR's colours, those that ckpttool writes."""
+BAR = "\u2501"
+"""In a line of progress, which only a run that takes longer shows."""
 LETTER_S, PAUSE_S = 0.02, 0.35
 _CONTROL = re.compile(r"\x1b\[(?P<numbers>[0-9;]*)(?P<kind>[mKA])|\x1b\[\?25[lh]|(?P<letter>[^\x00-\x1f\x7f])|.|\n")
 _TIMES = re.compile(r"; planned in [^;\n]*s(?:, verified in [^;\n]*s)?")
@@ -153,7 +155,8 @@ def record(commands: Sequence[str], run: Run = in_process) -> list[tuple[str, li
             shutil.copytree(ROOT / source, Path(folder, name))
         out = []
         for command in commands:
-            out.append((command, screen(printed(command, folder, run))))
+            lines = screen(printed(command, folder, run))
+            out.append((command, [line for line in lines if not any(BAR in s.text for s in line)]))
     return out
 
 
