@@ -105,12 +105,17 @@ class Bucket:
         self.name = name
         self._signed: dict[str, tuple[float, str, dict[str, str]]] = {}
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str, *, deep: bool = False) -> Listing:
         files, folders, where = {}, set(), self._where(prefix)
         try:
-            found = container(self.name).walk_blobs(prefix, include=["metadata"], delimiter="/")
+            blobs = container(self.name)
+            found = (
+                blobs.list_blobs(prefix, include=["metadata"])
+                if deep
+                else blobs.walk_blobs(prefix, include=["metadata"], delimiter="/")
+            )
             with understood(where):
-                for page in bounded(found.by_page(), where):
+                for page in bounded(found.by_page(), where, deep=deep):
                     for item in page:
                         name = item.name.removeprefix(prefix)
                         if isinstance(item, BlobPrefix):
@@ -121,7 +126,7 @@ class Bucket:
                             files[name] = _found(item)
         except exceptions.AzureError as e:
             raise explained(e, where) from None
-        return listing(files, folders, exists=bool(not prefix or files or folders))
+        return listing(files, folders, exists=bool(not prefix or files or folders), deep=deep)
 
     def head(self, key: str) -> Found:
         where = self._where(key)

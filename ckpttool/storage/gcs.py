@@ -74,19 +74,21 @@ class Bucket:
         self.name = name
         self._url = f"{endpoint() or 'https://storage.googleapis.com'}/storage/v1/b/{quote(name, safe='')}/o"
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str, *, deep: bool = False) -> Listing:
         files: dict[str, Found] = {}
         folders: set[str] = set()
         where = self._where(prefix)
         with understood(where):
-            for said in bounded(self._pages(prefix), where):
+            for said in bounded(self._pages(prefix, deep=deep), where, deep=deep):
                 for o in said.get("items", ()):
                     files[o["name"].removeprefix(prefix)] = _found(o)
                 folders |= {p.removeprefix(prefix)[:-1] for p in said.get("prefixes", ())}
-        return listing(files, folders, exists=bool(not prefix or files or folders))
+        return listing(files, folders, exists=bool(not prefix or files or folders), deep=deep)
 
-    def _pages(self, prefix: str) -> Iterator[Mapping[str, Any]]:
-        query = {"prefix": prefix, "delimiter": "/", "fields": "items(name,size,generation),prefixes,nextPageToken"}
+    def _pages(self, prefix: str, *, deep: bool) -> Iterator[Mapping[str, Any]]:
+        query = {"prefix": prefix, "fields": "items(name,size,generation),prefixes,nextPageToken"}
+        if not deep:
+            query["delimiter"] = "/"
         while True:
             said = self._ask(f"{self._url}?{urlencode(query)}", prefix)
             yield said

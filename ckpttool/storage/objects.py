@@ -11,6 +11,7 @@ import errno
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
 
 LISTED_SECONDS = 5.0
 """How long a listing says what is there: a command looks for a dozen names in one directory."""
+_LOOKED_OVER_SECONDS = 60.0
+"""How much longer one of everything does: hundreds of directories are looked into."""
 MOST_PAGES = 1000
 """Of a directory, of a thousand names or so each."""
-_LISTINGS = 64
+_LISTINGS = 4096
+_MANY = 8
+"""Directories beside each other that are listed one by one; from then on all that lies below their parent is."""
+_TREE_PAGES = 20
+"""Of such a listing: a run of hundreds of checkpoints has fewer, a whole bucket may have millions."""
 _T = TypeVar("_T")
 
 _TEXT = re.compile(r"([a-z0-9]+):/{1,2}([^/]*)/?(.*)", re.DOTALL)
@@ -79,7 +86,9 @@ class Store(Protocol):
     def lister(self) -> str:
         """The command that shows users what is there."""
 
-    def list(self, prefix: str) -> Listing: ...
+    def list(self, prefix: str, *, deep: bool = False) -> Listing:
+        """``deep``: all files below, with slashes in their names; AccessError where these are too many pages."""
+
     def head(self, key: str) -> Found: ...
     def get(self, key: str, tag: str, *, renew: bool) -> Signed:
         """How to read an object, if it is still the one with this tag. ``renew``: the last answer did not work."""
@@ -220,12 +229,22 @@ class ObjectPlace(NamedTuple):
 
     def _list(self) -> Listing:
         listing = _recent(self)
+        if listing is None and self.key:
+            _siblings[self.parent] += 1
+            if _siblings[self.parent] == _MANY:
+                _list_below(self.parent)
+                listing = _recent(self)
         if listing is None:
-            listing = self._store().list(f"{self.key}/" if self.key else "")
+            listing = self._store().list(self.prefix)
             if len(_listed) >= _LISTINGS:
                 forget()
             _listed[self] = (time.monotonic(), listing)
         return listing
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of all files below begin with."""
+        return f"{self.key}/" if self.key else ""
 
     def _store(self) -> Store:
         return open_store(self.scheme, self.bucket)
@@ -245,6 +264,7 @@ def forget() -> None:
     _known.clear()
     _absent.clear()
     _listed.clear()
+    _siblings.clear()
 
 
 def close() -> None:
@@ -256,20 +276,26 @@ def close() -> None:
         _stores.clear()
 
 
-def listing(files: Mapping[str, Found], folders: Iterable[str], *, exists: bool) -> Listing:
+def listing(files: Mapping[str, Found], folders: Iterable[str], *, exists: bool, deep: bool = False) -> Listing:
     """Names below a prefix, without those that no file on this machine could have: they are nobody's checkpoint."""
 
     def is_name(name: str) -> bool:
+        if deep:
+            return all(map(is_part, name.removesuffix("/").split("/")))
+        return is_part(name)
+
+    def is_part(name: str) -> bool:
         return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
     return Listing({n: f for n, f in files.items() if is_name(n)}, frozenset(filter(is_name, folders)), exists)
 
 
-def bounded(pages: Iterable[_T], where: str) -> Iterator[_T]:
+def bounded(pages: Iterable[_T], where: str, *, deep: bool = False) -> Iterator[_T]:
     """Pages of a listing. Raises AccessError instead of listing for ever."""
+    most = _TREE_PAGES if deep else MOST_PAGES
     for i, page in enumerate(pages):
-        if i == MOST_PAGES:
-            raise AccessError(f"the listing does not end after {MOST_PAGES:,} pages", where=where)
+        if i == most:
+            raise AccessError(f"the listing does not end after {most:,} pages", where=where)
         yield page
 
 
@@ -288,6 +314,8 @@ _lock = threading.Lock()
 _known: dict[ObjectPlace, Found] = {}
 _absent: dict[ObjectPlace, float] = {}
 _listed: dict[ObjectPlace, tuple[float, Listing]] = {}
+_siblings: Counter[ObjectPlace] = Counter()
+"""How many directories in one have been listed by themselves."""
 
 
 def _recent(place: ObjectPlace) -> Listing | None:
@@ -297,6 +325,28 @@ def _recent(place: ObjectPlace) -> Listing | None:
         return found
     above = _recent(place.parent) if place.key else None
     return None if above is None or place.name in above.folders else Listing({}, frozenset(), exists=False)
+
+
+def _list_below(place: ObjectPlace) -> None:
+    """List all that lies below at once, unless it is very much: somebody looks into one directory after the other,
+    as into the checkpoints of a run."""
+    try:
+        files = open_store(place.scheme, place.bucket).list(place.prefix, deep=True).files
+    except AccessError:
+        return
+    held: dict[ObjectPlace, tuple[dict[str, Found], set[str]]] = {place: ({}, set())}
+    for name, found in files.items():
+        *folders, last = name.split("/")
+        at = place
+        for folder in folders:
+            held[at][1].add(folder)
+            at = at / folder
+            held.setdefault(at, ({}, set()))
+        if last:  # a name that ends with a slash is that of a folder
+            held[at][0][last] = found
+    if len(_listed) + len(held) < _LISTINGS:
+        now = time.monotonic() + _LOOKED_OVER_SECONDS
+        _listed.update({at: (now, Listing(f, frozenset(d), exists=True)) for at, (f, d) in held.items()})
 
 
 def _missing(place: ObjectPlace) -> OSError:

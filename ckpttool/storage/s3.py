@@ -110,18 +110,19 @@ class Bucket:
         self._signed: dict[str, tuple[float, str]] = {}
         self._region: str | None = None
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str, *, deep: bool = False) -> Listing:
         files, folders, where = {}, set(), self._where(prefix)
+        asked = {"Bucket": self.name, "Prefix": prefix, **({} if deep else {"Delimiter": "/"})}
         try:
-            pages = client().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/")
+            pages = client().get_paginator("list_objects_v2").paginate(**asked)
             with understood(where):
-                for page in bounded(pages, where):
+                for page in bounded(pages, where, deep=deep):
                     for o in page.get("Contents", ()):
                         files[o["Key"].removeprefix(prefix)] = _found(o["Size"], o["ETag"])
                     folders |= {p["Prefix"].removeprefix(prefix)[:-1] for p in page.get("CommonPrefixes", ())}
         except (exceptions.BotoCoreError, exceptions.ClientError) as e:
             raise explained(e, where) from None
-        return listing(files, folders, exists=bool(not prefix or files or folders))
+        return listing(files, folders, exists=bool(not prefix or files or folders), deep=deep)
 
     def head(self, key: str) -> Found:
         where = self._where(key)

@@ -15,7 +15,7 @@ import pytest
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.storage import gcs, objects
 from ckpttool.storage.http import Client, Clock, using
-from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan
+from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
 
 
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         folder, slash, _ = key.removeprefix(prefix).partition("/")
         found: dict[str, object] = (
             {"prefixes": [prefix + folder + "/"]}
-            if slash
+            if slash and query.get("delimiter")
             else {"items": [{"name": key, "size": str(len(data)), "generation": str(generation)}]}
         )
         return found | ({"nextPageToken": str(at + 1)} if at + 1 < len(keys) else {})
@@ -181,3 +181,13 @@ def test_a_listing_that_is_none_is_an_error(google: _Google, page: object) -> No
     with patch.object(_Handler, "_page", lambda *_: page), pytest.raises(AccessError, match="not one of"):
         parse_place("gs://bucket/run").is_dir()
     assert google.asked
+
+
+def test_all_that_lies_below_in_one_listing(google: _Google) -> None:
+    for i in range(12):
+        google.objects[f"run/step-{i}/deep/a"] = (i + 1, b"x" * i)
+    place = parse_place("gs://bucket/run")
+    found = {name: DataFile.at(place / name)[1:3] for name in walk(place)}
+    assert found == {f"step-{i}/deep/a": (i, str(i + 1)) for i in range(12)}
+    listings = [path for path, _ in google.asked if path.partition("?")[0].endswith("/o") and "pageToken" not in path]
+    assert [("delimiter" in path) for path in listings].count(False) == 1

@@ -388,3 +388,44 @@ def test_odd_paths_are_not_written(path: str, server: S3Server) -> None:
         "reshard", Path(__file__).parents[2] / "fixtures/hf_tiny_source", f"s3://bucket/{path}", "--to", "hf"
     )
     assert (done.code, "`..` or empty folders" in done.err, server.names("bucket")) == (2, True, []), done.err
+
+
+def scanned(place: Place) -> dict[str, tuple[int, str]]:
+    """All files below, each directory by itself, and what identifies them."""
+    return {name: (place / name).identity() for name in walk(place) if not isinstance(place, Path)}
+
+
+@pytest.mark.parametrize("pages", [20, 1])
+def test_many_directories_beside_each_other_are_listed_at_once(
+    pages: int, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of hundreds of checkpoints takes a few listings; where it would be a great many pages, one for each."""
+    monkeypatch.setattr(objects, "_TREE_PAGES", pages)
+    keys = [f"run/step-{i}/{name}" for i in range(50) for name in ("a.bin", "deep/er/b.bin", "deep/c.bin")]
+    for i, key in enumerate([*keys, "run/step-3//x", "run/step-3/../y", "running/z", "run/step-3/empty/"]):
+        server.put("bucket", key, b"x" * i)
+    server.page = 100
+    found = scanned(parse_place("s3://bucket/run"))
+    assert sorted(found) == sorted(k.removeprefix("run/") for k in keys)
+    assert {n: size for n, (size, _) in found.items()} == {k.removeprefix("run/"): i for i, k in enumerate(keys)}
+    asked = server.operations()["ListObjectsV2"]
+    assert (asked < 30) == (pages == 20), asked
+    server.clear()
+    assert parse_place("s3://bucket/run/step-49/deep/no").exists() is False
+
+
+def test_checkpoints_of_a_run_that_are_alike_are_opened_once(server: S3Server) -> None:
+    """One that has the same files in the same sizes; one in another size is looked into, and found cut off."""
+    source = Path(__file__).parents[2] / "fixtures/hf_tiny_source"
+    for step in range(1, 41):
+        for file in source.iterdir():
+            data = file.read_bytes()
+            cut = len(data) // 2 if (step, file.suffix) == (30, ".safetensors") else len(data)
+            server.put("bucket", f"run/checkpoint-{step}/{file.name}", data[:cut])
+    done = ckpttool("inspect", "s3://bucket/run")
+    assert done.code == 0, done.err
+    rows = [line.split("\t") for line in done.out.splitlines()[1:]]
+    assert [int(r[1]) for r in rows] == list(range(1, 41))
+    assert [r[1] for r in rows if r[8] != "yes"] == ["30"]
+    assert {r[7] for r in rows} == {"-"}  # the time is not known
+    assert sum(server.operations().values()) < 30
