@@ -68,12 +68,13 @@ def document(result: MergeResult) -> Document:
     layers = by_layer(distances.names)
     models = sum(not p.is_base for p in distances.parents)
     sections: list[Section] = [
-        _origins(result, groups, distances),
+        _origins(result, groups),
+        _distances(distances),
+        _came_from(groups),
         *_by_layer(layers, distances),
         *_maps(layers, distances),
         *_picked(layers, distances),
         _changes(distances),
-        _came_from(groups),
         _recipe(result),
         {
             "id": "tensors",
@@ -118,34 +119,44 @@ def _label(parent: Parent) -> str:
     return parent.label + " (base)" * parent.is_base
 
 
-def _origins(result: MergeResult, groups: Sequence[Group], distances: Distances) -> Table:
-    """Where it comes from, and how far it is from there as a whole."""
-    p = result.prepared.provenance
-    hashes = result.hashes
-    joins = {x.label: distances.joins(x) for x in distances.parents}
-    shown = [n for n in NUMBERS if any(n in j for j in joins.values())]
-    columns: list[TableColumn] = [
-        {"title": "source", "kind": "code"},
-        {"title": "parameters"},
-        {"title": "format"},
-        {"title": "size", "kind": "bytes"},
-        *[TableColumn(title=HEADS[n], kind=_KINDS[n]) for n in shown],
-        {"title": "hash", "kind": "code"},
-    ]
+def _origins(result: MergeResult, groups: Sequence[Group]) -> Table:
+    """The sources."""
+    bases = {g.base for g in groups if g.base}
     rows: list[list[Cell]] = []
-    for o, parent in zip(p.origins, distances.parents, strict=True):
-        numbers = [joins[o.label][n](distances.everything) if n in joins[o.label] else None for n in shown]
-        said = parameters_of(groups, o.label)
-        size = sum(n for _, n in o.files)
-        about: list[Cell] = [_label(parent), said, o.format, size]
-        rows.append([*about, *numbers, hashes.get(o.label, "")])
-    text = "; ".join(f"{HEADS[n]}: {_HELP[n]}" for n in shown)
+    for o in result.prepared.provenance.origins:
+        said = parameters_of(groups, o.label) or ("base" if o.label in bases else "")
+        rows.append([o.label, said, o.format, sum(n for _, n in o.files), result.hashes.get(o.label, "")])
     return {
         "id": "sources",
         "title": "Sources",
         "kind": "table",
+        "text": "The hash of a source is the same in every format; inspect --hash shows the parts of it.",
+        "columns": [
+            {"title": "source", "kind": "code"},
+            {"title": "parameters"},
+            {"title": "format"},
+            {"title": "size", "kind": "bytes"},
+            {"title": "hash", "kind": "code"},
+        ],
+        "rows": rows,
+    }
+
+
+def _distances(distances: Distances) -> Table:
+    """How far the result is from each source as a whole."""
+    joins = [(p, distances.joins(p)) for p in distances.parents]
+    shown = [n for n in NUMBERS if any(n in j for _, j in joins)]
+    rows: list[list[Cell]] = []
+    for parent, each in joins:
+        numbers = [each[n](distances.everything) if n in each else None for n in shown]
+        rows.append([_label(parent), *numbers])
+    text = "; ".join(f"{HEADS[n]}: {_HELP[n]}" for n in shown)
+    return {
+        "id": "distances",
+        "title": "Distances",
+        "kind": "table",
         "text": f"{text[:1].upper()}{text[1:]}.",
-        "columns": columns,
+        "columns": [{"title": "source", "kind": "code"}, *[TableColumn(title=HEADS[n], kind=_KINDS[n]) for n in shown]],
         "rows": rows,
     }
 
