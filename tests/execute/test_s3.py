@@ -339,3 +339,19 @@ def test_many_machines_from_a_bucket_to_a_bucket(how: str, server: S3Server, tmp
     made = {k.removeprefix("out/"): s.data for k, s in server.buckets["bucket"].items() if k.startswith("out/")}
     assert made == {p.relative_to(one).as_posix(): p.read_bytes() for p in one.rglob("*") if p.is_file()}
     assert not server.uploads
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("fleet", marks=pytest.mark.thorough)])
+def test_a_merge_is_measured_in_the_bucket(where: str, server: S3Server, tmp_path: Path) -> None:
+    """What was written is read where it is; the card with the numbers is put at the end."""
+    inputs = FIXTURES / "merge/inputs"
+    words = ("merge", inputs / "ft1", inputs / "ft2", "--weights", "0.8,0.2", "--card", "-q", "--report")
+    assert ckpttool(*words, tmp_path / "local.html", "-o", tmp_path / "merged").code == 0
+    fleet = FakeFleet(2)
+    with patch.object(fleets, "fleet_for", lambda _: fleet), patch.object(destination, "WHOLE", 1 << 10):
+        on = ("--on", "ray") if where == "fleet" else ()
+        done = ckpttool(*words, tmp_path / "far.html", "-o", "s3://bucket/merged", *on)
+    assert done.code == 0, done.err
+    assert stored(server, "merged/") == read(tmp_path / "merged")
+    assert b"## How far it is from its sources" in stored(server, "merged/")["README.md"]
+    assert (tmp_path / "far.html").is_file()

@@ -12,6 +12,7 @@ import pytest
 from ckpttool.api import merge as plan_merge
 from ckpttool.errors import OutputError, UsageError
 from ckpttool.execute import NoProgress, RunOptions
+from ckpttool.execute.measuring import Measurement
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Array, Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
@@ -253,6 +254,28 @@ def test_after_an_interruption(room: Path, tmp_path: Path) -> None:
     (tmp_path / "dst.partial/.journal").touch()
     found = report(room, tmp_path / "dst", "--weights", "1,1", "--resume")
     assert found["tensors"] == 30
+
+
+def test_interrupted_while_it_is_measured(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was merged stays, and is not merged again."""
+    whole, dst = Measurement.__call__, tmp_path / "dst"
+
+    def full(self: Measurement, written: Path, advance: Any) -> None:
+        whole(self, written, advance)
+        raise OutputError("the disk is full")
+
+    words = ("merge", room / "a", room / "b", "-o", dst, "--card", "--report", tmp_path / "r.html", "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr(Measurement, "__call__", full)
+        done = ckpttool(*words)
+    assert done.code == 1
+    assert "--resume" in done.out + done.err
+    assert not dst.exists()
+    assert not (tmp_path / "r.html").exists()
+    done = ckpttool(*words, "--resume")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["bytes_resumed"] > 0.8 * json.loads(done.out)["target"]["bytes"]
+    assert "## How far it is" in (dst / "README.md").read_text()
 
 
 def test_an_old_report_is_replaced(room: Path, tmp_path: Path) -> None:

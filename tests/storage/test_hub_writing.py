@@ -189,11 +189,13 @@ def test_other_commands(hub: Hub, tmp_path: Path) -> None:
     for name, command in {
         "merged": ("merge", *models),
         "cut": ("merge", *models[:-1], "--max-shard-size", "50KB", "-o"),
+        "told": ("merge", *models[:-1], "--report", tmp_path / "report.html", "-o"),
     }.items():
         for dst in (tmp_path / name, f"hf://org/{name}"):
             done = ckpttool(*command, dst)
             assert done.code == 0, done.err
         assert held_files(hub, f"org/{name}") == {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+    assert b"## How far it is from its sources" in held_files(hub, "org/told")["README.md"]
     done = ckpttool("drop-keys", "hf://org/merged", "hf://org/merged", "model.norm.weight", "--create-pr")
     assert done.code == 0, done.err
     assert hub.repos["org/merged"].files("refs/pr/1").keys() == hub.repos["org/merged"].files().keys()
