@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckpttool.report import svg
 from tests.helpers.layouts import LAYOUTS
 
-playwright = pytest.importorskip("playwright.sync_api")
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 BOXES = """() => Array.from(document.querySelectorAll("svg"), svg => {
   const view = svg.viewBox.baseVal;
@@ -31,18 +32,14 @@ BOXES = """() => Array.from(document.querySelectorAll("svg"), svg => {
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    with playwright.sync_playwright() as p:
-        try:
-            browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        except playwright.Error as e:
-            pytest.skip(f"no Chromium: {e}")
-        yield browser.new_page(viewport={"width": 1280, "height": 800})
-        browser.close()
+def page(browser: Browser) -> Iterator[Page]:
+    made = browser.new_page(viewport={"width": 1280, "height": 800})
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_labels_lie_in_their_cells_and_on_no_other(page: Any, name: str) -> None:
+def test_labels_lie_in_their_cells_and_on_no_other(page: Page, name: str) -> None:
     layout = LAYOUTS[name]
     page.set_content("".join([*svg.pages(layout, "a title"), *(f.svg for f in svg.figures(layout))]))
     found = page.evaluate(BOXES)
@@ -53,7 +50,7 @@ def test_labels_lie_in_their_cells_and_on_no_other(page: Any, name: str) -> None
         assert drawn["empty"] == []
 
 
-def test_colours_of_a_page_replace_those_of_the_figures(page: Any) -> None:
+def test_colours_of_a_page_replace_those_of_the_figures(page: Page) -> None:
     (first, *_) = svg.figures(LAYOUTS["tp8"])
     page.set_content(f"<style>:root{{{svg.variables('dark')}}}</style>{first.svg}")
     fill = page.evaluate("getComputedStyle(document.querySelector('rect')).fill")
