@@ -50,10 +50,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_many_directories_beside_each_other_are_listed_at_once(server: Server) -> None:
     names = [f"step-{i}/{n}" for i in range(12) for n in ("a b", "deep/x'y")]
     for i, name in enumerate(names):
-        server.put(f"steps/{name}", b"x" * i)
+        server.put(f"steps/{name}", b"x" * (i + 1))
     objects.forget()
     place = parse_place(f"{server.root}/steps")
-    assert {n: DataFile.at(place / n).size for n in walk(place)} == {n: i for i, n in enumerate(names)}
+    assert {n: DataFile.at(place / n).size for n in walk(place)} == {n: i + 1 for i, n in enumerate(names)}
 
 
 def test_names_and_bytes(server: Server) -> None:
