@@ -32,7 +32,8 @@ _STEPS = tuple(
 )
 """Where a name says the step, the surest first: Lightning's and NeMo's have the epoch in front of it."""
 _SAVE = re.compile(
-    r"(?:tmp[-_.])?(?:checkpoint|ckpt|(?:global_?)?step|iter|epoch)[-_=]?\d{1,18}(?:[-_.].*)?", re.IGNORECASE
+    r"(?:tmp[-_.])?(?:checkpoint|ckpt|(?:global_?)?step|iter|epoch)[-_=]?\d{1,18}(?:[-_.].*)?|.*(?:step|epoch)=\d{1,18}.*",
+    re.IGNORECASE,
 )
 """Names that nobody but a trainer gives to directories."""
 _RANK = re.compile(r".*(?:rank|tp|pp|ep|mp|node|shard|part|stage)[-_]?\d+", re.IGNORECASE)
@@ -42,7 +43,9 @@ _INSIDE = ("checkpoints", "checkpoint", "ckpts", "ckpt")
 _POINTER = re.compile(r"latest\w*(?:\.txt)?|last_checkpoint(?:\.txt)?")
 _LAST = re.compile(r"(?:latest|last)(?:[-_.].*)?|.*[-_]last(?:\.\w+)?")
 _MOST = 10_000
-"""Directories that are looked at."""
+"""Directories that are looked at by their names."""
+_STRANGERS = 200
+"""Of those that are not called as saves are, these are looked into: SRC may be somebody's home."""
 
 
 class Save(NamedTuple):
@@ -116,12 +119,12 @@ def _here(listing: Listing, recognise: Callable[[Listing], str]) -> Run:
         return Run(listing.root, ())
     folders = listing.folders()[:_MOST]
     links = {f: to for f in folders if (to := _beside(listing.root, f)) in folders}
+    own = {f: None for f in folders if f not in links and _SAVE.fullmatch(f.lstrip("."))}
+    others = [f for f in folders if f not in links and f not in own and not f.startswith(".")][:_STRANGERS]
     found = []
-    for name in folders:
-        if name in links or (name.startswith(".") and not _SAVE.fullmatch(name.lstrip("."))):
-            continue
+    for name in (*own, *others):
         kind = recognise(listing.inside(name))
-        if kind or _SAVE.fullmatch(name.lstrip(".")):
+        if kind or name in own:
             found.append(Save(name, listing.root / name, step_of(name), kind, bool(_UNFINISHED.search(name))))
     found += _files(listing, recognise)
     found.sort(key=lambda s: (s.step is None, s.step or 0, natural(s.name)))

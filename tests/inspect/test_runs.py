@@ -69,6 +69,7 @@ KINDS = {
     "megatron-legacy": ("iter_{:07}", "megatron/legacy/llama_pp2_vp2/iter_0000005", "megatron", True),
     "deepspeed": ("global_step{}", "torch/deepspeed/z1/global_step3", "deepspeed", True),
     "accelerate": ("checkpoint_{}", "hf_tiny_source", "hf", False),
+    "nemo": ("model--val_loss=0.5-step={}", "megatron/nemo/own", "megatron", False),
     "verl": ("global_step_{}", "torch_fsdp/fsdp1", "fsdp", True),
 }
 
@@ -170,6 +171,31 @@ def test_ranks_of_paddle_that_have_not_finished(tmp_path: Path) -> None:
     assert [r["complete"] for r in found] == [True, False, False, True]
     missing = [(r["why"] or "").partition(" ")[0] for r in found]
     assert missing == ["", "saved_signal_2", "saved_signal_0", ""]
+
+
+def test_what_cannot_be_listed_is_not_known(tmp_path: Path) -> None:
+    save(tmp_path, "step-1")
+    (tmp_path / "step-2").mkdir()
+    scanning = os.scandir
+
+    def refused(path: Any = ".") -> Any:
+        if str(path).endswith("step-2"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scanning(path)
+
+    with patch("os.scandir", refused):
+        found = listed(tmp_path)["checkpoints"][1]
+    assert (found["complete"], found["why"]) == (None, "it cannot be listed: Permission denied")
+
+
+def test_of_many_other_directories_some_are_looked_into(tmp_path: Path) -> None:
+    for i in range(300):
+        (tmp_path / f"a{i:03}").mkdir()
+    save(tmp_path, "z")
+    save(tmp_path, "zz")
+    assert ckpttool("inspect", tmp_path).code == 1
+    save(tmp_path, "step-5")
+    assert rows(tmp_path) == [("step-5", 5, True)]
 
 
 def test_mixed_formats(tmp_path: Path) -> None:

@@ -805,3 +805,14 @@ def test_an_error_is_not_kept(hub: Hub) -> None:
         src.exists()
     hub.add("org/later", TINY)
     assert src.is_dir()
+
+
+def test_a_run_is_listed_with_a_few_requests(hub: Hub, tmp_path: Path) -> None:
+    """One list of the repository, and the headers of one of the checkpoints that are alike."""
+    for step in range(1, 31):
+        shutil.copytree(TINY, tmp_path / "run" / f"checkpoint-{step}")
+    hub.add("org/run", tmp_path / "run")
+    done = ckpttool("inspect", "hf://org/run")
+    assert done.code == 0, done.err
+    assert [line.split("\t")[8] for line in done.out.splitlines()[1:]] == ["yes"] * 30
+    assert len(hub.asked) < 10

@@ -134,7 +134,7 @@ def _row(save: Save, options: OpenOptions, alike: dict[object, Row]) -> Row | No
     times = [h.time for h in held if h.time is not None]
     row = Row(save.name, save.step, sum(h.size for h in held), len(held), max(times, default=None), save.format)
     if not held:
-        return replace(row, complete=False, why="it is empty")
+        return _without_files(row, save.place)
     key = None if isinstance(save.place, Path) else _form(save, held)
     if key in alike:
         like = alike[key]
@@ -147,6 +147,14 @@ def _row(save: Save, options: OpenOptions, alike: dict[object, Row]) -> Row | No
     elif row.complete and key is not None:
         alike[key] = row
     return row
+
+
+def _without_files(row: Row, place: Place) -> Row:
+    try:
+        list(scan(place))
+    except OSError as e:
+        return replace(row, why=f"it cannot be listed: {e.strerror}")
+    return replace(row, complete=False, why="it is empty")
 
 
 def _form(save: Save, held: Iterable[Held]) -> object:
