@@ -3,6 +3,7 @@
     README.md           the formats, and what each can hold, from their capabilities
     docs/reference.md             the list of commands
     docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
+    docs/errors/*.md, */findings.md          what `ckpttool explain` prints, from ckpttool/report/explained/
     docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
@@ -238,7 +239,18 @@ def page_text(page: str, root: Path = ROOT) -> str:
 
 def pages() -> dict[str, str]:
     """All pages that are generated, or have something generated in them, as they should be."""
-    return {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})} | command_pages()
+    return (
+        {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})}
+        | command_pages()
+        | explained()
+    )
+
+
+def explained() -> dict[str, str]:
+    """The pages that the package has, too: `ckpttool explain` prints them."""
+    from ckpttool.report.explained import PAGES, page
+
+    return {where: page(name) for name, where in PAGES.items()}
 
 
 def main() -> None:

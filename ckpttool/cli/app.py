@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from ckpttool.cli.convert_json import convert_json
 from ckpttool.cli.doctor import doctor
 from ckpttool.cli.drop_keys import drop_keys
+from ckpttool.cli.explain import explain
 from ckpttool.cli.failure import failed
 from ckpttool.cli.fp8_cast import fp8_cast
 from ckpttool.cli.fp8_size import fp8_size
@@ -145,6 +146,7 @@ app.command("inspect", cls=Command, short_help="Show, check and compare what is 
 app.command("fp8-cast", cls=Command, short_help="Quantise to FP8, MXFP4, NVFP4; dequantise.")(fp8_cast)
 app.command("fp8-size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(fp8_size)
 app.command("doctor", cls=Command, short_help="Say what works here, and what is missing.")(doctor)
+app.command("explain", cls=Command, short_help="Explain an error, or a finding of a check.")(explain)
 
 
 @cache

@@ -18,8 +18,11 @@ def failed(error: CkptError, *, kind: str = "", code: int | None = None, text: s
     code = error.exit_code if code is None else code
     with contextlib.suppress(OSError):  # nobody may be there to read it; the exit code is
         message(text or error.render())
+        page = _page(error) if not kind else ""
+        if page and sys.stderr.isatty():
+            message(f"more: ckpttool explain {page}")
         if _asked_for_json():
-            show_failure(error, kind=kind or _kind(error), exit_code=code)
+            show_failure(error, kind=kind or _kind(error), exit_code=code, page=page)
             sys.stdout.flush()
     return typer.Exit(code)
 
@@ -28,6 +31,11 @@ def _kind(error: CkptError) -> str:
     """``corrupt`` for a CorruptError and all that are one."""
     known = next(c for c in type(error).__mro__ if c.__module__ == CkptError.__module__)
     return known.__name__.removesuffix("Error").lower()
+
+
+def _page(error: CkptError) -> str:
+    """What ``ckpttool explain`` calls the error; "" for one that no page is about."""
+    return "" if type(error) is CkptError else _kind(error)
 
 
 def _asked_for_json() -> bool:

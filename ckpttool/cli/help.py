@@ -51,7 +51,7 @@ TASKS = (
     ("Convert", ("reshard", "merge", "convert-json")),
     ("Quantise", ("fp8-cast", "fp8-size")),
     ("Look and edit", ("inspect", "drop-keys")),
-    ("Help", ("doctor",)),
+    ("Help", ("doctor", "explain")),
 )
 """The commands by task, as ``ckpttool`` alone lists them."""
 
@@ -86,6 +86,7 @@ EXAMPLES = {
         "ckpttool fp8-size llama/config.json",
         "ckpttool fp8-size llama --tp-out 8 --kv fp8 --tokens 32k --gpu h100",
     ),
+    "explain": ("ckpttool explain layout", "ckpttool explain shard-missing"),
     "doctor": ("ckpttool doctor", "ckpttool doctor /mnt/models", "ckpttool doctor s3://bucket/models --online"),
 }
 """Command lines to begin with."""

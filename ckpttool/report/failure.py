@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 SCHEMA = "ckpttool.error/1"
 
 
-def show_failure(error: CkptError, *, kind: str, exit_code: int) -> None:
-    """``--json`` of a command that fails: the parts of the error, and the exit code of the process."""
-    parts = {"kind": kind, "message": error.what, "where": list(error.where), "hint": error.hint}
+def show_failure(error: CkptError, *, kind: str, exit_code: int, page: str) -> None:
+    """``--json`` of a command that fails: the parts of the error, and the exit code of the process. ``page`` is what
+    ``ckpttool explain`` explains it by."""
+    parts = {"kind": kind, "message": error.what, "where": list(error.where), "hint": error.hint, "page": page or None}
     dump({"schema": SCHEMA, "error": parts, "exit_code": exit_code})

@@ -26,6 +26,7 @@ USAGE: dict[str, tuple[object, ...]] = {
     "fp8-cast": (FT1, "dst", "--recipe", "nvfp5"),
     "fp8-size": (FT1, "--tokens", "many"),
     "doctor": ("/no/such/place",),
+    "explain": ("nothing",),
 }
 DATA: dict[str, tuple[tuple[object, ...], str]] = {
     "reshard": ((LLAMA, "dst", "--tp-out", 3), "layout"),
@@ -36,7 +37,7 @@ DATA: dict[str, tuple[tuple[object, ...], str]] = {
     "fp8-cast": (("broken", "dst"), "corrupt"),
     "fp8-size": (("broken",), "corrupt"),
 }
-NO_DATA = {"doctor"}
+NO_DATA = {"doctor", "explain"}
 """Commands that read no checkpoint."""
 
 
@@ -64,7 +65,8 @@ def failure(*arguments: object, code: int) -> dict[str, Any]:
     assert found["schema"] == "ckpttool.error/1"
     assert found["exit_code"] == code
     error: dict[str, Any] = found["error"]
-    assert set(error) == {"kind", "message", "where", "hint"}
+    assert set(error) == {"kind", "message", "where", "hint", "page"}
+    assert error["page"] == error["kind"]
     assert done.err.startswith(f"error: {error['message']}\n")
     for text in [*error["where"], error["hint"]]:
         assert text is None or text in done.err

@@ -17,7 +17,6 @@ MOST_WORDS = 2600
 LONGER = {
     "layouts/families.md": "a table of names, a row for each built-in family: looked through, not read",
     "families/text.md": "a table of names, a row for each architecture: looked through, not read",
-    "errors.md": "what one error prints, section after section: found by the words of a message, not read from the top",
 }
 """Pages that may have more words, and why."""
 

@@ -339,3 +339,8 @@ complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -l online -d 'Also 
 complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -l json -d 'Print the result as JSON.'
 complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -s q -l quiet -d 'Suppress progress and notes.'
 complete -c ckpttool -n '__fish_seen_subcommand_from doctor' -s h -l help -d 'Show the options.'
+
+complete -c ckpttool -n __fish_use_subcommand -a explain -d 'Explain an error, or a finding of a check.'
+complete -c ckpttool -n '__fish_seen_subcommand_from explain' -F
+complete -c ckpttool -n '__fish_seen_subcommand_from explain' -l json -d 'Print the result as JSON.'
+complete -c ckpttool -n '__fish_seen_subcommand_from explain' -s h -l help -d 'Show the options.'

@@ -1,0 +1,28 @@
+"""``ckpttool explain``: what a class of errors or a finding means, without a network."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ckpttool.cli import options
+from ckpttool.cli.options import argument, flag
+
+
+@options.grouped
+def explain(
+    *,
+    name: Annotated[
+        str, argument("NAME", "A class of errors, such as layout, or a finding; all are listed without.")
+    ] = "",
+    json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False,
+) -> None:
+    """Explain a class of errors, or a finding of a check: what it means, and what to do."""
+    from ckpttool.report.explained import explain as text_of
+    from ckpttool.report.explained import listed
+    from ckpttool.report.text import dump, write
+
+    text = text_of(name) if name else listed()
+    if json:
+        dump({"schema": "ckpttool.explain/1", "name": name or None, "text": text})
+    else:
+        write(text)

@@ -1,0 +1,92 @@
+"""What an error or a finding of a check means: pages that ``ckpttool explain`` prints, and that docs/ has as they are.
+
+A page is Markdown. ``NAME.md`` is about a class of errors, the other two have a table with a row for each finding.
+scripts/make_reference.py copies them into docs/.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+from ckpttool.errors import UsageError
+from ckpttool.findings import SEVERITY
+
+_HERE = Path(__file__).parent
+CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")
+"""Of errors, as ``--json`` calls them: each has a page."""
+PAGES = {
+    **{name: f"docs/errors/{name}.md" for name in CLASSES},
+    "findings": "docs/inspect/findings.md",
+    "findings-of-programs": "docs/convert-json/findings.md",
+}
+"""Where docs/ has each."""
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_WORDS = ("severity", "meaning", "what to do")
+
+
+def page(name: str) -> str:
+    """The Markdown of a page."""
+    return _HERE.joinpath(f"{name}.md").read_text(encoding="utf-8")
+
+
+def explain(name: str) -> str:
+    """What a class of errors or a finding means, as plain text. Raises UsageError for what is neither."""
+    wanted = name.strip().lower().removesuffix("error").strip("[]")
+    if wanted in CLASSES:
+        return plain_text(page(wanted))
+    found = [text for p in ("findings", "findings-of-programs") if (text := _row(p, wanted))]
+    if not found:
+        from difflib import get_close_matches
+
+        close = get_close_matches(wanted[:100], [*CLASSES, *SEVERITY], n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        hint = f"{meant}`ckpttool explain` lists all"
+        raise UsageError(f"`{name}` is not a class of errors, and not a finding", hint=hint)
+    return "\n".join(found)
+
+
+def listed() -> str:
+    """All classes of errors, and all findings."""
+    findings = textwrap.fill(
+        " ".join(SEVERITY), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    classes = "\n".join(f"  {name:12} {page(name).splitlines()[0].lstrip('# ')}" for name in CLASSES)
+    return f"Classes of errors:\n{classes}\n\nFindings of checks:\n{findings}\n"
+
+
+def _row(name: str, finding: str) -> str:
+    """The row of a finding, a line for each cell."""
+    header: list[str] = []
+    for line in page(name).splitlines():
+        cells = [c.strip() for c in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if cells and cells[0] == "identifier":
+            header = cells
+        elif cells and header and cells[0] == f"`{finding}`":
+            of = " of Paddle programs" if name != "findings" else ""
+            said = dict(zip(header, map(_without_links, cells), strict=True))
+            lines = [f"{finding}: a finding{of}"]
+            lines += [f"  {title + ':':12} {said[title]}" for title in _WORDS if title in said]
+            return "\n".join(lines) + "\n"
+    return ""
+
+
+def plain_text(markdown: str) -> str:
+    """A page for a terminal: no marks of Markdown, blocks indented, links by their words."""
+    out: list[str] = []
+    for number, part in enumerate(re.split(r"^```.*\n", markdown.partition("\n**Next:**")[0], flags=re.MULTILINE)):
+        if number % 2:
+            out += [f"    {line}".rstrip() for line in part.splitlines()]
+            continue
+        for line in _without_links(part).splitlines():
+            if line.startswith("#"):
+                title = line.lstrip("# ")
+                out += [title, ("=" if line.startswith("# ") else "-") * len(title)]
+            elif not line.startswith("| ---"):
+                out.append(line)
+    return "\n".join(out).strip("\n") + "\n"
+
+
+def _without_links(text: str) -> str:
+    return _LINK.sub(r"\1", text)
