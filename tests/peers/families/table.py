@@ -42,9 +42,14 @@ A family says how a model is cut over ranks. It is chosen from `config.json`; fo
 [write one](layouts/own-family.md). The three commands that most people need:
 
 ```text
-ckpttool reshard MODEL DST --tp-out 2 --dry-run    # can this model be cut so?
-ckpttool inspect MODEL --suggest-family            # a first draft for a model that is missing
-ckpttool reshard MODEL DST --family NAME           # another family than config.json names
+# can this model be cut so?
+ckpttool reshard MODEL DST --tp-out 2 --dry-run
+
+# a first draft for a model that is missing
+ckpttool inspect MODEL --suggest-family
+
+# another family than config.json names
+ckpttool reshard MODEL DST --family NAME
 ```
 
 {contents}
