@@ -24,6 +24,9 @@
     if (text.closest(".virtual") || !text.offsetParent) continue;
     if (text.scrollWidth > text.clientWidth + 1 && text.clientWidth) say("clipped", text);
   }
+  for (const text of document.querySelectorAll(".virtual td.right .cut")) {
+    if (text.scrollWidth > text.clientWidth + 1) say("clipped", text);
+  }
   if (document.documentElement.scrollWidth > innerWidth) wrong.push("the page is wider than the window");
   return wrong;
 }

@@ -144,9 +144,9 @@ function choice(legend, options, chosen, onChange) {
 }
 
 // What somebody points at or moves to, in words below a chart. It is read out when it is moved to by keyboard.
-function status() {
-  const line = el("p", { class: "status", "aria-live": "polite" }, "\u00a0");
-  return { line, say: (text) => (line.textContent = text || "\u00a0") };
+function status(hint) {
+  const line = el("p", { class: "status", "aria-live": "polite" }, hint);
+  return { line, say: (text) => (line.textContent = text || hint) };
 }
 
 // Calls back with the width of an element, now and whenever it changes.

@@ -54,7 +54,7 @@ function drawLines(section) {
   const scale = scaleOf(series.flatMap((s) => s.values), log);
   if (!scale || !x.length) return [el("p", { class: "empty" }, "There are no values to draw.")];
   const place = el("div", { class: "chart" });
-  const { line, say } = status();
+  const { line, say } = status("Point at the chart or move the slider to read values.");
   const slider = el("input", { type: "range", min: 0, max: x.length - 1, value: 0, "aria-label": `Position: ${section.x_label}` });
   const chart = { section, scale, place, at: -1 };
   const move = (at) => {
@@ -183,7 +183,7 @@ function drawHeatmap(section) {
   const low = log ? known.reduce((a, b) => Math.min(a, b)) : Math.min(0, known.reduce((a, b) => Math.min(a, b)));
   const span = (log ? Math.log10(high / low) : high - low) || 1;
   const heat = (v) => (log ? (v > 0 ? 0.06 + (0.94 * Math.log10(v / low)) / span : 0) : (v - low) / span);
-  const { line, say } = status();
+  const { line, say } = status("Point at a cell, or move with the arrow keys, to read it.");
   const wide = columns.length <= NUMBERS_UP_TO;
   const cell = (value, r, c) => {
     const text = isNumber(value) && kind === "number" ? numberText(value, 3) : show(kind, value);

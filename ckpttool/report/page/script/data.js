@@ -98,14 +98,14 @@ class ColumnOfTensors {
     return Number.isNaN(key) ? (this.texts.get(i) ?? null) : Number.isFinite(key) ? key : this.texts.get(i);
   }
 
-  text(i) {
+  text(i, digits = this.digits) {
     const key = this.keys[i];
     if (this.index) return this.shown[this.index[i]];
-    return Number.isNaN(key) ? (this.texts.get(i) ?? NONE) : this.format(key);
+    return Number.isNaN(key) ? (this.texts.get(i) ?? NONE) : this.format(key, digits);
   }
 
-  format(number) {
-    return this.kind === "number" ? numberText(number, this.digits) : KINDS[this.kind].show(number);
+  format(number, digits = this.digits) {
+    return this.kind === "number" ? numberText(number, digits) : KINDS[this.kind].show(number);
   }
 
   // Width in characters, of what is to be seen at most.
@@ -114,7 +114,13 @@ class ColumnOfTensors {
     if (!this.right) {
       return Math.max(title, Math.min(32, this.different.reduce((most, t) => Math.max(most, t.length), 4)) + 2);
     }
-    return Math.max(title, { bytes: 11, share: 11, number: this.digits + 8 }[this.kind] ?? 2 + this.widest());
+    return Math.max(title, { bytes: 11, share: 11, number: SHOWN_DIGITS + 7 }[this.kind] ?? 2 + this.widest());
+  }
+
+  // Of a row that stands for several: a range where there are numbers.
+  get foldedWidth() {
+    if (!this.right || this.kind === "bytes") return this.width;
+    return this.kind === "count" ? Math.max(this.width, 2 * this.widest() + 4) : this.width + 8;
   }
 
   widest() {

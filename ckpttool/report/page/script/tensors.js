@@ -1,5 +1,6 @@
 // The table of tensors. Only the rows that can be seen are in the page, so 100,000 of them cost as much as thirty.
 
+const SHOWN_DIGITS = 4; // in the table; the details of a tensor have all
 const AROUND = 8; // rows drawn beyond each edge
 const narrow = window.matchMedia("(max-width: 640px)");
 // Pixels; page.css has the same. Where it is narrow, names have two lines.
@@ -168,8 +169,9 @@ class Rows {
       if (keys[i] < keys[low] || Number.isNaN(keys[low])) low = i;
       if (keys[i] > keys[high] || Number.isNaN(keys[high])) high = i;
     }
-    if (column.text(low) === column.text(high)) return column.text(low);
-    return column.index ? "several" : `${column.text(low)} \u2026 ${column.text(high)}`;
+    const [from, to] = [low, high].map((i) => column.text(i, SHOWN_DIGITS - 1));
+    if (from === to) return from;
+    return column.index ? "several" : `${from} \u2026 ${to}`;
   }
 }
 
@@ -209,6 +211,7 @@ class TensorView {
     this.fold.addEventListener("change", () => {
       this.rows.folded = this.fold.checked;
       this.rows.order();
+      this.putHead();
       this.changed();
     });
     this.colgroup = el("colgroup");
@@ -265,8 +268,8 @@ class TensorView {
   putHead() {
     const named = { id: "name", title: "Name", right: false };
     const characters = this.tensors.templates.reduce((most, t) => Math.max(most, t.text.join("{0..10}").length + (t.text.length > 1 ? 9 : 0)), 20);
-    const others = this.columns.map((c) => c.width + (c.right && this.rows.folded && c.kind === "number" ? 4 : 0));
-    const left = narrow.matches ? (this.box.clientWidth || 340) / 7.9 - 3.2 - (others[0] ?? 0) : 64;
+    const others = this.columns.map((c) => (this.rows.folded ? c.foldedWidth : c.width));
+    const left = narrow.matches ? (this.box.clientWidth || 340) / 7.9 - 3.2 - (others[0] ?? 0) : 68;
     const widths = [Math.max(22, Math.min(characters, left)), ...others];
     this.colgroup.replaceChildren(...widths.map((ch) => {
       const col = el("col");
@@ -375,7 +378,7 @@ class TensorView {
     const mark = group ? el("span", { class: "twist", "aria-hidden": "true" }, open ? "\u25be" : "\u25b8") : null;
     const times = group ? el("span", { class: "times" }, `${GROUPED.format(group.members.length)}\u00d7`) : null;
     const label = el("td", { role: "gridcell", class: inside ? "name inside" : "name" }, el("span", { class: "cut", title: name }, mark, times, name));
-    const text = (column) => (group ? this.rows.foldedText(group, column) : column.text(tensor));
+    const text = (column) => (group ? this.rows.foldedText(group, column) : column.text(tensor, SHOWN_DIGITS));
     const cells = this.columns.map((column) => {
       const shown = text(column);
       return el("td", { role: "gridcell", class: column.right ? "right" : null }, el("span", { class: "cut", title: shown.length > 12 ? shown : null }, shown));
@@ -554,8 +557,8 @@ function histogramOf(tensors, i, heights) {
   const bars = [...heights].map((n, at) => draw("rect", { x: at * wide + 1, width: wide - 2, y: height - (n / levels) * height, height: (n / levels) * height, class: "histogram-bar" }));
   const peak = heights.indexOf(levels);
   const edge = (at) => low + ((high - low) * at) / bins;
-  const words = low === high ? `All finite elements are ${numberText(low)}` : `Histogram from ${numberText(low)} to ${numberText(high)}; most elements are between ${numberText(edge(peak))} and ${numberText(edge(peak + 1))}`;
+  const words = low === high ? `All finite elements are ${numberText(low)}` : `Histogram from ${numberText(low)} to ${numberText(high)}; the fullest bin is from ${numberText(edge(peak))} to ${numberText(edge(peak + 1))}`;
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words, preserveAspectRatio: "none" }, bars, draw("line", { x1: 0, x2: width, y1: height, y2: height, class: "grid" }));
   const ends = el("div", { class: "ends" }, el("span", null, numberText(low)), el("span", null, numberText(high)));
-  return el("figure", { class: "histogram" }, svg, ends, el("figcaption", null, `${words}. Heights are in ${levels} steps of the highest bin.`));
+  return el("figure", { class: "histogram" }, svg, ends, el("figcaption", null, `${words}. Heights are in ${levels} steps of the fullest bin.`));
 }

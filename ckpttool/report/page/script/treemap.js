@@ -36,7 +36,7 @@ function drawTreemap(section, report) {
   map.place = el("div", { class: "treemap", role: "group", "aria-label": "Treemap of sizes" });
   map.crumbs = el("nav", { class: "crumbs", "aria-label": "Where in the treemap" });
   map.twin = el("div");
-  map.told = status();
+  map.told = status("Click a box to open it. Keys: arrows move, Enter opens, Escape goes back.");
   const ways = choice("Group", paths.map(([id, title]) => [id, title]), paths[0][0], (id) => {
     map.path = paths.find(([way]) => way === id)[2];
     map.trail = [];
