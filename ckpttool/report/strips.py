@@ -8,7 +8,7 @@ those between, and the last. Pure: nothing here knows how wide a letter is.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -165,24 +165,39 @@ def _shares(cells: Sequence[Cell]) -> tuple[Cell, ...]:
     return tuple(c._replace(share=c.share / total) for c in cells)
 
 
-def _of_group(group: Group, dims: tuple[int, ...], axes: tuple[int, ...]) -> list[Strip]:
+def _of_group(group: Group, dims: tuple[int, ...], all_axes: tuple[int, ...]) -> list[Strip]:
+    """The strips of a group; ``all_axes`` are those that some group of its kind is cut along."""
+    axes = [a for a in all_axes if any(h.box.stop[a] - h.box.start[a] != dims[a] for h in group.held)]
     if not axes:
-        return [Strip(group.which, "", tuple(Cell(h.ranks, "", (0, prod(dims)), Fraction(1)) for h in group.held))]
+        cells = tuple(Cell(h.ranks, "", (0, prod(dims)), Fraction(1)) for h in group.held)
+        return [Strip(group.which, "whole" if all_axes else "", cells)]
     along = max(axes, key=lambda a: len({h.box.start[a] for h in group.held}))
     others = [a for a in axes if a != along]
-    rows: dict[str, list[Held]] = {}
-    for h in group.held:
-        rows.setdefault(", ".join([f"axis {a} {h.box.start[a]:,}:{h.box.stop[a]:,}" for a in others]), []).append(h)
     runs = _runs(group.held, dims) if others else []
     if runs and len(runs) < len(group.held):
         return [Strip(group.which, FLAT, tuple(runs))]
     out = []
-    for place, held in rows.items():
-        held.sort(key=lambda h: h.box.start[along])
-        spans = [(h.box.start[along], h.box.stop[along]) for h in held]
-        cells = [Cell(h.ranks, "", s, Fraction(s[1] - s[0], dims[along])) for h, s in zip(held, spans, strict=True)]
-        out.append(Strip(group.which, place, tuple(cells)))
+    for place, held in _rows(group.held, others):
+        spans = sorted((h.box.start[along], h.box.stop[along], h.ranks) for h in held)
+        cells = tuple(Cell(owners, "", (a, b), Fraction(b - a, dims[along])) for a, b, owners in spans)
+        out.append(Strip(group.which, place or (f"along axis {along}" if len(all_axes) > 1 else ""), cells))
     return out
+
+
+def _rows(held: Sequence[Held], axes: Sequence[int]) -> Iterator[tuple[str, Sequence[Held]]]:
+    """The places along ``axes`` between all edges of boxes, and the boxes that are there: so no row has a hole."""
+    if not axes:
+        yield "", held
+        return
+    axis, *rest = axes
+    begin: dict[int, list[Held]] = {}
+    for h in held:
+        begin.setdefault(h.box.start[axis], []).append(h)
+    active: list[Held] = []
+    for start, stop in pairwise(sorted({e for h in held for e in (h.box.start[axis], h.box.stop[axis])})):
+        active = [h for h in active if h.box.stop[axis] > start] + begin.get(start, [])
+        for place, inner in _rows(active, rest):
+            yield ", ".join([f"axis {axis} {start:,}:{stop:,}", *([place] if place else [])]), inner
 
 
 def _runs(held: Iterable[Held], dims: tuple[int, ...]) -> list[Cell]:
@@ -205,14 +220,12 @@ def _runs(held: Iterable[Held], dims: tuple[int, ...]) -> list[Cell]:
     return out
 
 
-def alike(first: Cell, second: Cell) -> bool:
-    """Whether the second is the first one again, for ranks further on."""
-    return (
-        len(first.ranks) == len(second.ranks)
-        and first.word == second.word
-        and abs(first.share - second.share) * 4 <= first.share  # a rest that makes one a little larger does not matter
-        and len({b - a for a, b in zip(first.ranks, second.ranks, strict=True)}) == 1
-    )
+def _step(first: Cell, second: Cell) -> int | None:
+    """How much further on the ranks of the second are, where it is the first one again; None where it is not."""
+    steps = {b - a for a, b in zip(first.ranks, second.ranks, strict=False)}
+    near = abs(first.share - second.share) * 4 <= first.share  # a rest makes one a little larger
+    same = len(first.ranks) == len(second.ranks) and first.word == second.word and near and len(steps) == 1
+    return steps.pop() if same else None
 
 
 def folded(cells: Sequence[Cell], fits: Callable[[Sequence[Cell]], bool]) -> tuple[Cell, ...]:
@@ -220,7 +233,7 @@ def folded(cells: Sequence[Cell], fits: Callable[[Sequence[Cell]], bool]) -> tup
     if fits(cells):
         return tuple(cells)
     out: list[Cell] = []
-    for run in _series(cells, alike):
+    for run in _series(cells, _step):
         keep = len(run) <= HEAD + TAIL + 1
         out += run if keep else [*run[:HEAD], _fold(run[HEAD:-TAIL]), *run[-TAIL:]]
     if fits(out):
@@ -247,20 +260,18 @@ def folded_strips(strips: Sequence[Strip], most: int) -> tuple[Strip, ...]:
     if len(strips) <= most:
         return tuple(strips)
     out: list[Strip] = []
-    for run in _series(strips, _strips_alike):
+    for run in _series(strips, _step_of_strips):
         out += run if len(run) <= HEAD + TAIL + 1 else [*run[:HEAD], _fold_strips(run[HEAD:-TAIL]), *run[-TAIL:]]
     if len(out) > 2 * most:
         out = [*strips[:most], _fold_strips(strips[most:-TAIL]), *strips[-TAIL:]]
     return tuple(out)
 
 
-def _strips_alike(first: Strip, second: Strip) -> bool:
-    return (
-        first.which[:-1] == second.which[:-1]
-        and len(first.cells) == len(second.cells)
-        and all(map(alike, first.cells, second.cells))
-        and len({b.ranks[0] - a.ranks[0] for a, b in zip(first.cells, second.cells, strict=True) if a.ranks}) == 1
-    )
+def _step_of_strips(first: Strip, second: Strip) -> int | None:
+    if first.which[:-1] != second.which[:-1] or len(first.cells) != len(second.cells):
+        return None
+    steps = {_step(a, b) for a, b in zip(first.cells, second.cells, strict=True)}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _fold_strips(strips: Sequence[Strip]) -> Strip:
@@ -274,12 +285,15 @@ def _fold_strips(strips: Sequence[Strip]) -> Strip:
     return Strip(which, "", (Cell(owners, "", (0, 0), Fraction(1), len(strips)),), len(strips))
 
 
-def _series(items: Sequence[T], same: Callable[[T, T], bool]) -> list[list[T]]:
-    """Runs of neighbours of which each is like the one before it."""
+def _series(items: Sequence[T], step: Callable[[T, T], int | None]) -> list[list[T]]:
+    """Runs of neighbours that follow each other by the same step."""
     out: list[list[T]] = []
+    last: int | None = None
     for item in items:
-        if out and same(out[-1][-1], item):
+        found = step(out[-1][-1], item) if out else None
+        if found is not None and (len(out[-1]) == 1 or found == last):
             out[-1].append(item)
+            last = found
         else:
             out.append([item])
     return out
@@ -308,12 +322,14 @@ def part(holding: Holding) -> str:
     """What one rank holds of such a tensor: ``[22, 64]``, ``2 x [12, 16]``, ``[32, 64] or [33, 64]``; "" for all."""
     if not holding.cut_axes:
         return ""
-    mine: dict[int, list[tuple[int, ...]]] = {}
-    for h in holding.groups[0].held:
-        size = tuple(b - a for a, b in zip(h.box.start, h.box.stop, strict=True))
-        for r in h.ranks:
-            mine.setdefault(r, []).append(size)
-    found = {tuple(sorted(sizes)): None for sizes in mine.values()}
+    found: dict[tuple[tuple[int, ...], ...], None] = {}
+    for group in holding.groups:
+        mine: dict[int, list[tuple[int, ...]]] = {}
+        for h in group.held:
+            size = tuple(b - a for a, b in zip(h.box.start, h.box.stop, strict=True))
+            for r in h.ranks:
+                mine.setdefault(r, []).append(size)
+        found |= dict.fromkeys(tuple(sorted(sizes)) for sizes in mine.values())
     if any(len(set(sizes)) > 1 for sizes in found) or len(found) > 2:
         elements = [sum(map(prod, sizes)) for sizes in found]
         low, high = min(elements), max(elements)

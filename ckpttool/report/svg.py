@@ -38,6 +38,7 @@ FIGURE = 720
 MARGIN = 28
 BAR = 26
 """Height of a strip."""
+SMALL = 9.5
 GLYPH = 22
 PAD = 24
 PER_ROW = 16
@@ -300,18 +301,19 @@ def _strips(d: Drawing, card: Card) -> list[Block]:
     """The strips of a card, below each other, and how the matrix is cut left of them."""
     shown = folded_strips(card.strips, MOST_STRIPS)
     drawn = [s for s in shown if not s.folds]
-    aside = len(card.axes) == 1 and len(card.kinds[0].shape) == 2 and drawn[0].place == ""
+    aside = len(card.axes) == 1 and len(card.kinds[0].shape) == 2 and bool(drawn) and drawn[0].place == ""
     left = _left(d, shown) + (GLYPH + 12 if aside else 0)
     padded = [h for h in card.kinds if h.padding and card.axes]
     frame = Frame(left, d.room - left - (PAD + 4 if padded else 0), indent=GLYPH + 12 if aside else 0)
     frame = frame._replace(named=all(_placed(d, s.cells, frame) for s in drawn))
     out = []
-    for strip in shown:
+    for strip, below in zip(shown, [*shown[1:], None], strict=True):
         if strip.folds:
             out.append(Block(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
             continue
         by_word = any(c.word for c in strip.cells)
-        noted = by_word or (bool(card.axes) and card.same_edges and strip == shown[-1])
+        last = below is None or [c.span for c in below.cells] != [c.span for c in strip.cells]
+        noted = by_word or (bool(card.axes) and card.same_edges and last)
         block = Block(BAR + (19 if noted else 4), partial(bar, d, strip.cells, frame, strip.label, noted=noted))
         here = next((h for h in padded if set(h.padded) <= set(strip.ranks)), None)
         block = _with_padding(d, block, here) if here else block
@@ -366,12 +368,13 @@ def bar(d: Drawing, cells: Sequence[Cell], frame: Frame, label: str, y: float, *
         d.text(d.margin + frame.indent, y + BAR / 2 + 4, label, 11, room=frame.left - frame.indent - 8)
     shown = folded(cells, lambda some: _fits(d, some, frame))
     placed = _placed(d, shown, frame) or _placed(d, shown, frame._replace(named=False)) or []
+    noted = noted and all(text_width(c.note, SMALL) <= w - 2 for c, (_, w, _) in zip(shown, placed, strict=True))
     for cell, (at, w, said) in zip(shown, placed, strict=True):
         x, hover = d.margin + frame.left + at, ranks_named(cell.ranks) + (f": {cell.note}" if cell.note else "")
         d.box((x, y, w, BAR), "paper" if cell.folds else d.fill(cell.ranks), hover, dashed=bool(cell.folds))
         d.text(x + w / 2, y + BAR / 2 + 4, said, look="m")
         if noted:
-            d.text(x + w / 2, y + BAR + 12, cell.note, 9.5, look="fm", room=w - 2)
+            d.text(x + w / 2, y + BAR + 12, cell.note, SMALL, look="fm")
 
 
 def _need(d: Drawing, cell: Cell, *, named: bool) -> float:
@@ -435,7 +438,9 @@ def _details(holding: Holding) -> str:
     said = [f"{holding.dtype} {shape(holding.shape)}"]
     said += [f"{holding.count:,} tensors"] if holding.count > 1 else []
     said += [f"a rank has {mine}"] if mine else []
-    said += [f"{ranks_named(holding.padded)}: {holding.padding:,} of padding"] if holding.padding else []
+    if holding.padding:
+        most = "up to " if len(holding.groups) > 1 else ""
+        said.append(f"{most}{count(holding.padding, 'element')} of padding on {ranks_named(holding.padded)}")
     return ", ".join(said)
 
 

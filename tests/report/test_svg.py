@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import NamedTuple
 
 import pytest
 
-from ckpttool.ops.inspect.holdings import Layout, layout_of
+from ckpttool.geometry import Box
+from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, layout_of
 from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.report import svg
-from ckpttool.report.strips import cards, folded, ranks_short, stage_strips
+from ckpttool.report.strips import Cell, cards, folded, part, ranks_short, stage_strips, strips_of
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.contrast import contrast
-from tests.helpers.layouts import LAYOUTS
+from tests.helpers.layouts import LAYOUTS, cut
 from tests.helpers.tensorfile import origin, save_hf, write
 from tests.inspect.models import CONFIG, llama
 
@@ -177,7 +179,7 @@ def test_what_is_cut_alike_is_one_card() -> None:
         "model.layers.{0..3}.self_attn.o_proj.weight",
     ]
     in_picture = "".join(svg.pages(of("llama_tp8"), "t"))
-    assert "rank 7: 320 of padding" in in_picture
+    assert "320 elements of padding on rank 7" in in_picture
     assert "<title>320 elements of padding</title>" in in_picture
 
 
@@ -194,6 +196,40 @@ def test_equal_cells_are_folded_and_others_are_not() -> None:
     (runs,) = [c for c in cards(of("irregular64")) if c.title == "Cut into runs of elements"]
     assert len(runs.strips[0].cells) == 64
     assert runs.strips[0].cells[0].span == (0, 46)
+
+
+def test_only_what_goes_on_by_the_same_step_is_folded() -> None:
+    """A fold that hides that ranks are in another order would be wrong."""
+
+    def shown(owners: list[int]) -> list[str]:
+        cells = [Cell((r,), "", (i, i + 1), Fraction(1, len(owners))) for i, r in enumerate(owners)]
+        return [ranks_short(c.ranks) for c in folded(cells, lambda some: len(some) < len(owners))]
+
+    assert shown([0, 1, 2, 3, 4, 5, 6, 7]) == ["0", "1", "2-6", "7"]
+    assert shown([0, 2, 4, 6, 1, 3, 5, 7, 9, 11]) == ["0", "2", "4", "6", "1", "3", "5,7,9", "11"]
+    assert shown([7, 6, 5, 4, 3, 2, 1, 0]) == ["7", "6", "1-5", "0"]
+
+
+def test_rows_have_no_holes() -> None:
+    """A rank that has both rows of the left half, beside two that have one each of the right."""
+    held = (Held(Box((0, 0), (8, 16)), (0,)), Held(Box((0, 16), (4, 32)), (1,)), Held(Box((4, 16), (8, 32)), (2,)))
+    holding = Holding("w", "F32", (8, 32), 1, (Group((), 1, held),), 0)
+    assert [(s.place, [(c.note, c.ranks) for c in s.cells]) for s in strips_of(holding)] in (
+        [("axis 0 0:4", [("0:16", (0,)), ("16:32", (1,))]), ("axis 0 4:8", [("0:16", (0,)), ("16:32", (2,))])],
+        [("axis 1 0:16", [("0:8", (0,))]), ("axis 1 16:32", [("0:4", (1,)), ("4:8", (2,))])],
+    )
+
+
+def test_groups_that_are_cut_along_other_axes() -> None:
+    """Each says which, and what a rank has is said of all."""
+    first, second = cut((8, 6), 0, [(0,), (1,)]), cut((8, 6), 1, [(2,), (3,)])
+    groups = (Group((("layers", (0,)),), 1, first), Group((("layers", (1,)),), 1, second))
+    holding = Holding("w", "F32", (8, 6), 2, groups, 0)
+    assert [(s.label, [c.note for c in s.cells]) for s in strips_of(holding)] == [
+        ("layers 0, along axis 0", ["0:4", "4:8"]),
+        ("layers 1, along axis 1", ["0:3", "3:6"]),
+    ]
+    assert part(holding) == "[4, 6] or [8, 3]"
 
 
 def test_ranks_in_few_letters() -> None:

@@ -63,7 +63,7 @@ class Holding:
     padding: int
     """Elements of padding that the ranks store besides, in one of these tensors."""
     padded: Ranks = ()
-    """The ranks that store them."""
+    """The ranks that store some, in any of these tensors."""
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -118,7 +118,8 @@ def layout_of(listing: Listing) -> Layout:
         groups = []
         for (_, _, held, *_), alike in patterns.items():
             groups += [Group(which, count, held) for which, count in _decisive(template, alike, slots)]
-        padding, padded = max(p[3:] for p in patterns)
+        padding = max(p[3] for p in patterns)
+        padded = tuple(sorted({r for p in patterns for r in p[4]}))
         name = _fill(template, slots)
         holdings.append(Holding(name, dtype, shape, len(everything), tuple(groups), padding, padded))
     return Layout(holders.text, holders.world, tuple(holdings), stored, _stages(layers, holders.world))
