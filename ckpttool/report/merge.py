@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
+    from ckpttool.ops.merge.origins import Group
     from ckpttool.storage.place import AnyPlace
 
 PLAN_SCHEMA = "ckpttool.merge-plan/1"
 MERGE_SCHEMA = "ckpttool.merge/1"
+_ALIKE, _GROUPS = 2, 12
+"""Ways in which tensors come about: from how many on they are told apart, and how many are shown."""
 METHODS_SCHEMA = "ckpttool.merge-methods/1"
 
 
@@ -81,15 +85,51 @@ def _merge(prepared: PreparedMerge) -> dict[str, Any]:
     }
 
 
+def _groups(prepared: PreparedMerge) -> list[Group]:
+    from ckpttool.ops.merge.origins import came_from
+
+    return came_from(prepared.plan, prepared.provenance.operands, prepared.method)
+
+
+def _group(group: Group) -> dict[str, Any]:
+    from ckpttool.names import fold
+
+    return {
+        **pick(group, "method base=base elements bytes=nbytes"),
+        "tensors": len(group.names),
+        "names": [name for name, _ in fold(group.names)],
+        "parameters": dict(group.whole),
+        "sources": [{"source": label, "parameters": dict(p)} for label, p in group.models],
+        "by_token": group.by_token,
+    }
+
+
+def _from_where(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """What came from where, where there is more to say than that all tensors are made alike."""
+    from ckpttool.ops.merge.origins import some_names
+
+    if len(groups) < _ALIKE:
+        return []
+    rows = []
+    for group in groups[:_GROUPS]:
+        sources = "; ".join(": ".join(filter(None, said)) for said in group.sources)
+        rows += [f"{group.how} of {plain(sources)}", f"  {plain(some_names(group.names, most=3))}"]
+    if len(groups) > _GROUPS:
+        rows.append(f"and {len(groups) - _GROUPS} more ways: --json has all of them")
+    return [("" if i else "from", row) for i, row in enumerate(rows)]
+
+
 def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files that would be written, and what that takes."""
     target = prepared.target
     plan = target.plan
+    groups = [] if quiet or prepared.single or prepared.parts else _groups(prepared)
     if as_json:
         dump(
             {
                 "schema": PLAN_SCHEMA,
                 **_merge(prepared),
+                "origin": [_group(g) for g in groups],
                 "target": target_of(target),
                 "buffers": run.memory,
                 "peak_memory_estimate": peak_memory(run),
@@ -111,6 +151,7 @@ def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, 
         rows.append(("" if i else "source", f"{o.label}: {o.format}, {has}"))
     rows += [
         ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
+        *_from_where(groups),
         *[("", line) for line in [text.share_line(plan, run)] if line],
         ("target", f"{target.format}, {ranked(target.mesh, target.sharding)}"),
         ("", held(target)),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ckpttool.dtypes import nbytes
 from ckpttool.layers import Layers, by_layer
 from ckpttool.names import printable
-from ckpttool.ops.merge.card import HEADS, recipe_text, some_names
+from ckpttool.ops.merge.card import HEADS, recipe_text
 from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
-from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of
+from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, some_names
 from ckpttool.report.files import save
 from ckpttool.report.page import Document, render
 from ckpttool.report.page.document import (

@@ -323,3 +323,21 @@ def test_in_python(room: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="no such directory"):
         plan_merge([room / "a", room / "b"], report=tmp_path / "no/r.html").run(tmp_path / "dst3")
     assert not (tmp_path / "dst3").exists()
+
+
+def test_a_dry_run_says_what_will_come_from_where(room: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "filters.yml"
+    weight = "[{filter: mlp, value: 0.3}, {value: 0.7}]"
+    recipe.write_text(
+        f"merge_method: linear\nmodels:\n- {{model: {room / 'a'}, parameters: {{weight: {weight}}}}}\n"
+        f"- {{model: {room / 'b'}, parameters: {{weight: 0.5}}}}\n"
+    )
+    words = ("merge", recipe, "-o", tmp_path / "dst", "--dry-run")
+    done = ckpttool(*words)
+    assert f"linear of {room / 'a'}: weight 0.3; {room / 'b'}: weight 0.5\n" in done.err + done.out
+    assert "9 tensors: model.layers.{0..2}.mlp.down_proj.weight, " in done.err + done.out
+    groups = json.loads(ckpttool(*words, "--json").out)["origin"]
+    assert [g["tensors"] for g in groups] in ([9, 21], [21, 9])
+    assert sum(g["elements"] for g in groups) == sum(raw.bits.size for raw in llama().values())
+    alike = ckpttool("merge", room / "a", room / "b", "-o", tmp_path / "dst", "--dry-run")
+    assert "linear of" not in alike.err + alike.out

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from ckpttool.kernels.merge import METHODS
-from ckpttool.names import fold, printable
+from ckpttool.names import printable
 from ckpttool.ops.merge.distances import NUMBERS, Distances
-from ckpttool.ops.merge.origins import Group, parameters_of
+from ckpttool.ops.merge.origins import Group, parameters_of, some_names
 from ckpttool.ops.merge.provenance import Provenance
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
 from ckpttool.storage.place import DataFile, Place
@@ -36,8 +36,6 @@ _LONGEST, _DEEPEST = 16 << 10, 100
 """Characters, and brackets, of fields that are read: others are no terms of a license."""
 _TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 """Fields that are taken over where all parents agree: texts, or lists of texts."""
-_SHOWN = 6
-"""Names of tensors in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +242,6 @@ def _groups(groups: Sequence[Group]) -> str:
 def _source(source: tuple[str, str]) -> str:
     label, said = source
     return f"{_code(label)}: {said}" if said else _code(label)
-
-
-def some_names(names: Sequence[str], shown: Any = str) -> str:
-    """Some of the names, folded by their numbers, and how many there are."""
-    folded = fold(names)
-    more = len(folded) - _SHOWN
-    texts = [shown(name) for name, _ in folded[:_SHOWN]]
-    return f"{count(len(names), 'tensor')}: " + ", ".join([*texts, *([f"and {more} more"] if more > 0 else [])])
 
 
 HEADS = {

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.dtypes import nbytes
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Parameter
+from ckpttool.names import fold
 from ckpttool.plan import Compute, Gathered, Operand, Plan
+from ckpttool.words import count
+
+_SHOWN = 6
+"""Names of tensors that are shown of a group."""
 
 Parameters = Sequence[tuple[str, Any]]
 
@@ -77,9 +82,9 @@ def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], met
         key = (c.method, copied, tuple(labels), each, whole, by_token)
         group = found.get(key)
         if group is None:
-            count = len(c.models)
-            models = [(label, p) for label, p in zip(labels[:count], each or [()] * count, strict=True)]
-            base = labels[count] if c.base is not None else ""
+            n = len(c.models)
+            models = [(label, p) for label, p in zip(labels[:n], each or [()] * n, strict=True)]
+            base = labels[n] if c.base is not None else ""
             group = found[key] = Group("copy" if copied else c.method, models, base, whole, by_token, [], [])
         elements = prod(c.shape)
         group.names.append(c.name)
@@ -107,3 +112,11 @@ def _other(parameters: Parameters, schema: Mapping[str, Parameter]) -> tuple[tup
 
 def _is_gathered(operand: Operand) -> bool:
     return isinstance(operand, Gathered)
+
+
+def some_names(names: Sequence[str], shown: Callable[[str], str] = str, most: int = _SHOWN) -> str:
+    """``30 tensors: model.embed_tokens.weight, model.layers.{0..2}.mlp.up_proj.weight, and 10 more``."""
+    folded = fold(names)
+    more = len(folded) - most
+    texts = [shown(name) for name, _ in folded[:most]]
+    return f"{count(len(names), 'tensor')}: " + ", ".join([*texts, *([f"and {more} more"] if more > 0 else [])])
