@@ -3,6 +3,8 @@
     docs/images/reshard-light.svg, reshard-dark.svg    three tensors of fixtures/llama_tp8 before and after resharding
     docs/images/reshard-narrow-light.svg, ...          the same for narrow screens
 
+    docs/images/layout.svg    `inspect --ranks --svg` of a mixture of experts in two stages, which Paddle saved
+
 They are drawn by the code that draws `inspect --ranks --svg`, of what the command really writes.
 tests/docs/test_pictures.py fails when they are not what would be drawn now.
 """
@@ -20,12 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 import ckpttool  # noqa: E402
 from ckpttool.ops.inspect.holdings import Holding, Layout, layout_of  # noqa: E402
-from ckpttool.ops.inspect.listing import list_tensors  # noqa: E402
+from ckpttool.ops.inspect.listing import Choice, list_tensors  # noqa: E402
 from ckpttool.report import svg  # noqa: E402
 from ckpttool.report.strips import strips_of  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SOURCE = ROOT / "fixtures" / "llama_tp8"
+MIXTURE = "fixtures/paddle_zcc/ep2_tp2_sharding2_ema"
 SHOWN = ("lm_head.weight", "mlp.down_proj.weight", "self_attn.k_proj.weight")
 WIDTHS = {"": 840, "narrow-": 420}
 PARTS = 5
@@ -92,8 +95,10 @@ def pictures() -> dict[str, str]:
         ckpttool.open(str(SOURCE)).reshard(tp=2).run(str(two))
         ckpttool.open(str(two)).reshard(to="hf").run(str(whole))
         layouts = [layout_of(list_tensors(place)) for place in (SOURCE, two, whole)]
+    mixture = layout_of(list_tensors(ROOT / MIXTURE, choice=Choice(components=("model",))))
+    (page,) = svg.pages(mixture, f"{Path(MIXTURE).name}: who holds what")
     themes = {"light": svg.LIGHT, "dark": svg.DARK}
-    return {
+    return {"layout.svg": page} | {
         f"reshard-{size}{theme}.svg": reshard(paints, width, layouts)
         for theme, paints in themes.items()
         for size, width in WIDTHS.items()

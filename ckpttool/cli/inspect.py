@@ -24,7 +24,10 @@ class Views:
     list_: Annotated[bool, flag("--list", "One tensor a line.")] = False
     files: Annotated[bool, flag("--files", "One file a line.")] = False
     ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False
-    svg: Annotated[Path | None, value("--svg", "FILE", "With --ranks: also write the picture to FILE.")] = None
+    svg: Annotated[
+        Path | None,
+        value("--svg", "FILE", "With --ranks: also draw it, to FILE and where it needs more pages FILE-2, FILE-3, ..."),
+    ] = None
     stats: Annotated[
         bool, flag("--stats", "Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
     ] = False

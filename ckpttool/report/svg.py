@@ -101,11 +101,12 @@ def pages(layout: Layout, title: str, paints: Paints | None = None) -> list[str]
     blocks = _map(d, layout)
     for card in cards(layout):
         head, *strips = [Block(46, partial(_heading, d, card)), *_strips(d, card)]
-        blocks += [_together([head, *strips]), *_kinds(d, card), Block(14, _nothing)]
+        kinds = [b._replace(again=f"{card.title}, continued") for b in _kinds(d, card)]
+        blocks += [_together([head, *strips]), *kinds, Block(14, _nothing)]
     sheets: list[list[Block]] = [[]]
     for block in blocks:
         if sheets[-1] and 84 + sum(b.height for b in sheets[-1]) + block.height > TALL - MARGIN:
-            sheets.append([])
+            sheets.append([Block(28, partial(_continued, d, block.again))] if block.again else [])
         sheets[-1].append(block)
     out = []
     for number, sheet in enumerate(sheets, 1):
@@ -126,6 +127,8 @@ class Block(NamedTuple):
     height: float
     draw: Callable[[float], None]
     """Called with the place of its top."""
+    again: str = ""
+    """What it goes on with, where a page begins with it."""
 
 
 def _nothing(_: float) -> None:
@@ -234,6 +237,10 @@ def _title(d: Drawing, title: str, below: str, y: float) -> None:
 def _heading(d: Drawing, card: Card, y: float) -> None:
     d.text(d.margin, y + 14, card.title, 14, look="b", room=d.room)
     d.text(d.margin, y + 32, _amount(card), look="f", room=d.room)
+
+
+def _continued(d: Drawing, title: str, y: float) -> None:
+    d.text(d.margin, y + 14, title, 14, look="b", room=d.room)
 
 
 def _amount(card: Card) -> str:

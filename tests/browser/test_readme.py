@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from scripts.make_recordings import SESSIONS, file_of
 from tests.docs.runner import ROOT
 
 if TYPE_CHECKING:
@@ -51,3 +52,18 @@ def test_readme(browser: Browser, tmp_path_factory: pytest.TempPathFactory, widt
     found = axe.Axe().run(page)
     assert found.response["violations"] == []
     page.close()
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_recording_stands_still_for_who_prefers_that(browser: Browser, name: str) -> None:
+    """And is complete from the beginning; for others it begins empty."""
+    shown = """() => Array.from(document.querySelectorAll("text"), t =>
+      getComputedStyle(t).visibility === "visible" && !document.getAnimations().length)"""
+    still = browser.new_page(reduced_motion="reduce")
+    still.goto(file_of(name).as_uri())
+    assert all(still.evaluate(shown))
+    still.close()
+    moving = browser.new_page(reduced_motion="no-preference")
+    moving.goto(file_of(name).as_uri())
+    assert moving.evaluate("document.getAnimations().length") >= 2
+    moving.close()

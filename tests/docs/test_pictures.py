@@ -10,4 +10,4 @@ def test_pictures_are_up_to_date() -> None:
     assert {name: (IMAGES / name).read_text(encoding="utf-8") for name in made} == made, (
         "run: python scripts/make_pictures.py"
     )
-    assert len(made) == 4
+    assert len(made) == 5

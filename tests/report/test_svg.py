@@ -256,7 +256,9 @@ def test_command(tmp_path: Path) -> None:
     write(tmp_path / "many" / "model.safetensors", many)
     done = ckpttool("inspect", tmp_path / "many", "--ranks", "--svg", tmp_path / "c.svg")
     assert f"note: 2 pages: {tmp_path / 'c.svg'}, {tmp_path / 'c-2.svg'}" in done.err
-    assert "page 2 of 2" in (tmp_path / "c-2.svg").read_text(encoding="utf-8")
+    second = (tmp_path / "c-2.svg").read_text(encoding="utf-8")
+    assert "page 2 of 2" in second
+    assert ">Whole on rank 0, continued<" in second
     assert "page" not in ckpttool("inspect", tmp_path / "many", "--ranks", "--svg", tmp_path / "c.svg", "--quiet").err
 
 

@@ -204,7 +204,7 @@ complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l part -x -d 'Onl
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l checkpoints -d 'List the checkpoints of a run: step, size, format, complete or not.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l files -d 'One file a line.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l ranks -d 'Draw which rank holds which box of which tensor.'
-complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l svg -r -F -d 'With --ranks: also write the picture to FILE.'
+complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l svg -r -F -d 'With --ranks: also draw it, to FILE and where it needs more pages FILE-2, FILE-3, ...'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l stats -d 'Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l hist -d 'A histogram of each tensor.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l hash -d 'A checksum of each whole tensor, the same for every sharding.'
