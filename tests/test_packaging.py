@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from scripts import release_notes
 from scripts.build_hook import EXTRAS, normal, pinned, sbom_text
 
 ROOT = Path(__file__).parents[1]
@@ -149,3 +150,41 @@ def test_builds_are_reproducible(path: Path, tmp_path: Path) -> None:
         os.utime(file, (1e9, 1e9))
         file.chmod(0o600)
     assert built(tree, tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+CHANGES = """\
+# Changelog
+
+## Unreleased
+
+## 1.1.0 - 2026-12-01
+
+### Faster
+
+- Twice.
+
+```
+## not a version
+```
+
+## v1.0.0
+
+- First.
+"""
+
+
+def test_release_notes() -> None:
+    assert release_notes.notes(CHANGES, "1.1.0") == "## Faster\n\n- Twice.\n\n```\n## not a version\n```\n"
+    assert release_notes.notes(CHANGES, "1.0.0") == "- First.\n"
+    for version in ("Unreleased", "2.0"):  # nothing in it, and not there
+        with pytest.raises(KeyError):
+            release_notes.notes(CHANGES, version)
+
+
+def test_release_notes_of_this_changelog() -> None:
+    script = [sys.executable, str(ROOT / "scripts/release_notes.py")]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("## ")
+    done = subprocess.run([*script, "v99"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "says nothing of v99" in done.stderr
