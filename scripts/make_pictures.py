@@ -95,7 +95,7 @@ def pictures() -> dict[str, str]:
         ckpttool.open(str(SOURCE)).reshard(tp=2).run(str(two))
         ckpttool.open(str(two)).reshard(to="hf").run(str(whole))
         layouts = [layout_of(list_tensors(place)) for place in (SOURCE, two, whole)]
-    mixture = layout_of(list_tensors(ROOT / MIXTURE, choice=Choice(components=("model",))))
+    mixture = layout_of(list_tensors(ROOT / MIXTURE, choice=Choice(("model.layers.*",), components=("model",))))
     (page,) = svg.pages(mixture, f"{Path(MIXTURE).name}: who holds what")
     themes = {"light": svg.LIGHT, "dark": svg.DARK}
     return {"layout.svg": page} | {
