@@ -16,7 +16,7 @@ _FIRST = {
     "merge": "output method weights base param",
     "drop-keys": "keep_keys link dry_run verify force",
     "convert-json": "check names params program index",
-    "inspect": "list_ check diff values filter_ html",
+    "inspect": "list_ check diff filter_ html",
     "fp8-cast": "recipe to keep verify dry_run",
     "fp8-size": "recipe tp_out kv tokens gpu",
 }
@@ -24,7 +24,7 @@ _FIRST = {
 
 _GROUPS = (
     ("What to show", "checkpoints files ranks svg stats histogram digest total show metadata findings sort depth"),
-    ("Comparison", "atol rtol"),
+    ("Comparison", "values atol rtol"),
     ("How to merge", "list_methods seed rng missing vocab allow_nonfinite card"),
     ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "batch max_model_len device_mem"),
