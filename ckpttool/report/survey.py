@@ -348,23 +348,26 @@ def _by_layer(survey: Survey) -> Iterator[Section]:
         [(layers.modules[c], [norms[i][c] for i in inside]) for c in shown],
         log=True,
     )
+    # A vector of norms lies around 1 with next to no spread: it would hide what the matrices have.
+    matrices = [s if len(v.row.shape) > 1 else None for v, s in zip(mine, stats, strict=True)]
     extremes: list[tuple[str, Join]] = [
-        ("max", largest([s.maximum for s in stats])),
-        ("min", smallest([s.minimum for s in stats])),
+        ("max", largest([None if s is None else s.maximum for s in matrices])),
+        ("min", smallest([None if s is None else s.minimum for s in matrices])),
     ]
-    yield chart(
-        "extremes",
-        "Extremes by layer",
-        "value",
-        "The largest and the smallest element of each layer.",
-        [(name, _at(layers.by_row(join), inside)) for name, join in extremes],
-    )
-    outliers = largest([s.amax / s.std if s.amax is not None and s.std else None for s in stats])
-    said = (
-        "The largest absolute value by the standard deviation, of the tensor of a module where it is largest."
-        " About 5 is what a normal distribution has; quantisation suffers from large ones."
-    )
-    yield _heatmap(layers, inside, outliers, ("outliers", f"Outliers by layer and module{of}", said), "amax / std")
+    if any(matrices):
+        yield chart(
+            "extremes",
+            "Extremes by layer",
+            "value",
+            "The largest and the smallest element of the matrices of each layer.",
+            [(name, _at(layers.by_row(join), inside)) for name, join in extremes],
+        )
+        outliers = largest([s.amax / s.std if s and s.amax is not None and s.std else None for s in matrices])
+        said = (
+            "The largest absolute value by the standard deviation, of the matrix of a module where it is largest."
+            " Normally distributed weights have 5 to 6; quantisation suffers from large ones."
+        )
+        yield _heatmap(layers, inside, outliers, ("outliers", f"Outliers by layer and module{of}", said), "amax / std")
     zeros = share([s.zeros for s in stats], [s.elements for s in stats])
     if any(s.zeros for s in stats):
         yield chart(
