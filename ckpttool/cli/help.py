@@ -25,7 +25,7 @@ _FIRST = {
 _GROUPS = (
     ("What to show", "checkpoints files ranks svg stats histogram digest total show metadata findings sort depth"),
     ("Comparison", "values atol rtol"),
-    ("How to merge", "list_methods seed rng missing vocab allow_nonfinite card"),
+    ("How to merge", "list_methods seed rng missing vocab allow_nonfinite report card"),
     ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "batch max_model_len device_mem"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
