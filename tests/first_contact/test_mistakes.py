@@ -376,10 +376,12 @@ def test_help_is_short_and_whole() -> None:
         out = run(f"{name} --help").out
         assert all(len(line) <= 80 for line in out.splitlines())
         sections = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-        assert sections[:3] == ["Examples:", "Arguments:", f"{COMMON}:"], name
+        assert sections[:2] == ["Examples:", "Arguments:"], name
         assert sections[-1 - (name == "merge")] == "Output:", name
         common = out.partition(f"\n{COMMON}:\n")[2].partition("\n\n")[0]
-        assert len(re.findall("^  -", common, re.MULTILINE)) == 5, name
+        few = len(group.commands[name].params) < 8  # type: ignore[attr-defined]
+        assert len(re.findall("^  -", common, re.MULTILINE)) == (0 if few else 5), name
+        assert few or sections[2] == f"{COMMON}:", name
         for line in lines:
             assert line in out
             words = shlex.split(line)
