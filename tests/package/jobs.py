@@ -135,6 +135,18 @@ def shell() -> None:
     assert all(Path(str(p)).is_file() for p in shared)
 
 
+def shown(fixtures: Path) -> None:
+    """Pages and texts, which are data of the package."""
+    one, two = (fixtures / MERGE / name for name in ("ft1", "ft2"))
+    ran("inspect", one, "--html", "report.html", "--stats")
+    ran("merge", one, two, "-o", "reported", "--report", "merged.html", "--card")
+    for name in ("report.html", "merged.html"):
+        assert Path(name).read_text(encoding="utf-8").startswith("<!doctype html>"), name
+    ran("inspect", fixtures / LLAMA, "--ranks", "--svg", "ranks.svg")
+    ran("doctor", ".")
+    assert len(ran("explain", "usage")) > 100
+
+
 def elsewhere() -> None:
     """Other machines: what is not installed is named."""
     if not find_spec("boto3"):
@@ -152,6 +164,7 @@ def main() -> None:
     programs(fixtures)
     python_api(fixtures)
     shell()
+    shown(fixtures)
     elsewhere()
 
 
