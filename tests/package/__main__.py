@@ -155,7 +155,7 @@ class Bench:
 
     def test_from_sdist(self) -> None:
         """A few tests of every kind run from what is unpacked, and need nothing beside it."""
-        some = ["tests/unit", "tests/test_packaging.py", "tests/test_share.py", "tests/merge/test_draws.py"]
+        some = ["tests/unit/test_api.py", "tests/test_packaging.py", "tests/test_share.py", "tests/merge/test_draws.py"]
         options = ("-q", "-p", "no:cacheprovider", f"--basetemp={self.work / 'pytest'}")
         call(sys.executable, "-m", "pytest", *options, *some, where=self.tree)
 
