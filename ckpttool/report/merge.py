@@ -112,7 +112,7 @@ def _from_where(groups: Sequence[Group]) -> list[tuple[str, str]]:
         return []
     rows = []
     for group in groups[:_GROUPS]:
-        sources = "; ".join(": ".join(filter(None, said)) for said in group.sources)
+        sources = "; ".join(": ".join(filter(None, said)) for said in group.sources())
         rows += [f"{group.how} of {plain(sources)}", f"  {plain(some_names(group.names, most=3))}"]
     if len(groups) > _GROUPS:
         rows.append(f"and {len(groups) - _GROUPS} more ways: --json has all of them")

@@ -12,7 +12,7 @@ from ckpttool.layers import Layers, by_layer
 from ckpttool.names import printable
 from ckpttool.ops.merge.card import HEADS, recipe_text
 from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
-from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, some_names
+from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
 from ckpttool.report.page import Document, render
 from ckpttool.report.page.document import (
@@ -55,6 +55,13 @@ _HELP = {
 }
 
 
+class _Names(dict[str, str]):
+    """What the sources are called, by label."""
+
+    def of(self, parent: Parent) -> str:
+        return self[parent.label] + " (base)" * parent.is_base
+
+
 def write(result: MergeResult, path: Path) -> None:
     """Write the report of a merge that was measured. Raises OutputError."""
     save(path, render(document(result)), WHAT)
@@ -67,14 +74,15 @@ def document(result: MergeResult) -> Document:
     groups = came_from(prepared.plan, prepared.provenance.operands, prepared.method)
     layers = by_layer(distances.names)
     models = sum(not p.is_base for p in distances.parents)
+    names = _Names(short_names(prepared.refs))
     sections: list[Section] = [
-        _origins(result, groups),
-        _distances(distances),
-        _came_from(groups),
-        *_by_layer(layers, distances),
-        *_maps(layers, distances),
-        *_picked(layers, distances),
-        _changes(distances),
+        _origins(result, groups, names),
+        _distances(distances, names),
+        _came_from(groups, names),
+        *_by_layer(layers, distances, names),
+        *_maps(layers, distances, names),
+        *_picked(layers, distances, names),
+        _changes(distances, names),
         _recipe(result),
         {
             "id": "tensors",
@@ -83,24 +91,24 @@ def document(result: MergeResult) -> Document:
             "text": "How far each tensor of the output is from the sources.",
         },
     ]
-    columns = [*_sizes(result, distances), *_columns(distances)]
+    columns = [*_sizes(result, distances), *_columns(distances, names)]
     return {
         "schema": "ckpttool.report/1",
         "title": f"{result.dst.name or 'merge'}: {prepared.method} of {count(models, 'model')}",
         "subtitle": str(result.dst),
-        "facts": _facts(result, distances),
+        "facts": _facts(result, distances, names),
         "notes": list(dict.fromkeys(prepared.target.notes)),
         "sections": sections,
         "tensors": {"names": list(map(printable, distances.names)), "columns": columns},
     }
 
 
-def _facts(result: MergeResult, distances: Distances) -> list[list[str]]:
+def _facts(result: MergeResult, distances: Distances, names: _Names) -> list[list[str]]:
     prepared = result.prepared
     p, plan = prepared.provenance, prepared.plan
     models = [x for x in distances.parents if not x.is_base]
     facts = [["method", prepared.method], ["models", str(len(models))]]
-    facts += [["base", x.label] for x in distances.parents if x.is_base]
+    facts += [["base", names[x.label]] for x in distances.parents if x.is_base]
     if p.seed is not None:
         facts.append(["seed", f"{p.seed} ({p.rng})"])
     facts += [
@@ -115,17 +123,14 @@ def _facts(result: MergeResult, distances: Distances) -> list[list[str]]:
     return facts
 
 
-def _label(parent: Parent) -> str:
-    return parent.label + " (base)" * parent.is_base
-
-
-def _origins(result: MergeResult, groups: Sequence[Group]) -> Table:
+def _origins(result: MergeResult, groups: Sequence[Group], names: _Names) -> Table:
     """The sources."""
     bases = {g.base for g in groups if g.base}
     rows: list[list[Cell]] = []
     for o in result.prepared.provenance.origins:
         said = parameters_of(groups, o.label) or ("base" if o.label in bases else "")
-        rows.append([o.label, said, o.format, sum(n for _, n in o.files), result.hashes.get(o.label, "")])
+        size = sum(n for _, n in o.files)
+        rows.append([names[o.label], said, o.format, size, result.hashes.get(o.label, ""), o.label])
     return {
         "id": "sources",
         "title": "Sources",
@@ -137,19 +142,20 @@ def _origins(result: MergeResult, groups: Sequence[Group]) -> Table:
             {"title": "format"},
             {"title": "size", "kind": "bytes"},
             {"title": "hash", "kind": "code"},
+            {"title": "place", "kind": "code"},
         ],
         "rows": rows,
     }
 
 
-def _distances(distances: Distances) -> Table:
+def _distances(distances: Distances, names: _Names) -> Table:
     """How far the result is from each source as a whole."""
     joins = [(p, distances.joins(p)) for p in distances.parents]
     shown = [n for n in NUMBERS if any(n in j for _, j in joins)]
     rows: list[list[Cell]] = []
     for parent, each in joins:
         numbers = [each[n](distances.everything) if n in each else None for n in shown]
-        rows.append([_label(parent), *numbers])
+        rows.append([names.of(parent), *numbers])
     text = "; ".join(f"{HEADS[n]}: {_HELP[n]}" for n in shown)
     return {
         "id": "distances",
@@ -183,22 +189,22 @@ def _lines(key: str, layers: Layers, series: Sequence[Series], title: str, y_lab
     ]
 
 
-def _series(layers: Layers, distances: Distances, number: str) -> list[Series]:
+def _series(layers: Layers, distances: Distances, number: str, names: _Names) -> list[Series]:
     """A line for each parent that has this number."""
     found: list[Series] = []
     for parent in distances.parents:
         join = distances.joins(parent).get(number)
         if join is not None:
-            found.append({"name": _label(parent), "values": layers.by_row(join)})
+            found.append({"name": names.of(parent), "values": layers.by_row(join)})
     return found
 
 
-def _by_layer(layers: Layers, distances: Distances) -> list[Lines]:
+def _by_layer(layers: Layers, distances: Distances, names: _Names) -> list[Lines]:
     return [
         *_lines(
             "distance-by-layer",
             layers,
-            _series(layers, distances, "distance"),
+            _series(layers, distances, "distance", names),
             "Distance by layer",
             "distance",
             "L2 norm of the difference to a source by that of the source, of all tensors of a layer together.",
@@ -206,7 +212,7 @@ def _by_layer(layers: Layers, distances: Distances) -> list[Lines]:
         *_lines(
             "direction-by-layer",
             layers,
-            _series(layers, distances, "task_cosine"),
+            _series(layers, distances, "task_cosine", names),
             "Direction by layer",
             "cosine of the changes",
             "How much the result has moved away from the base in the direction of each source: 1 is all the way in its"
@@ -215,13 +221,13 @@ def _by_layer(layers: Layers, distances: Distances) -> list[Lines]:
     ]
 
 
-def _maps(layers: Layers, distances: Distances) -> list[Heatmap]:
+def _maps(layers: Layers, distances: Distances, names: _Names) -> list[Heatmap]:
     found: list[Heatmap] = []
     for i, parent in enumerate(distances.parents[:_MAPS]):
         found.append(
             {
                 "id": f"distance-map-{i}",
-                "title": f"Distance from {_label(parent)}",
+                "title": f"Distance from {names.of(parent)}",
                 "kind": "heatmap",
                 "rows": list(layers.labels),
                 "columns": list(layers.modules),
@@ -234,7 +240,7 @@ def _maps(layers: Layers, distances: Distances) -> list[Heatmap]:
     return found
 
 
-def _picked(layers: Layers, distances: Distances) -> list[Section]:
+def _picked(layers: Layers, distances: Distances, names: _Names) -> list[Section]:
     """What the method kept, and which signs agreed: of methods that thin out or elect."""
     conflicts = distances.conflicts
     own = [Series(name="conflicts", values=layers.by_row(conflicts))] if conflicts else []
@@ -242,7 +248,7 @@ def _picked(layers: Layers, distances: Distances) -> list[Section]:
         *_lines(
             "kept-by-layer",
             layers,
-            _series(layers, distances, "kept"),
+            _series(layers, distances, "kept", names),
             "Kept by layer",
             "share of elements",
             "Share of the elements that the method lets each source add; the others are dropped.",
@@ -250,7 +256,7 @@ def _picked(layers: Layers, distances: Distances) -> list[Section]:
         *_lines(
             "signs-by-layer",
             layers,
-            _series(layers, distances, "agreeing"),
+            _series(layers, distances, "agreeing", names),
             "Elected signs by layer",
             "share of kept elements",
             "Of the elements that a source adds, the share whose sign is the elected one; the others are left out.",
@@ -266,7 +272,7 @@ def _picked(layers: Layers, distances: Distances) -> list[Section]:
     ]
 
 
-def _changes(distances: Distances) -> Table:
+def _changes(distances: Distances, names: _Names) -> Table:
     """The tensors that are farthest from the base, or without one from the nearest source."""
     joins = [(p, distances.joins(p)["distance"]) for p in distances.parents]
     base = [j for p, j in joins if p.is_base]
@@ -280,7 +286,7 @@ def _changes(distances: Distances) -> Table:
     columns: list[TableColumn] = [
         {"title": "tensor", "kind": "code"},
         {"title": "elements", "kind": "count"},
-        *[TableColumn(title=f"distance from {_label(p)}", kind="number") for p, _ in joins],
+        *[TableColumn(title=f"distance from {names.of(p)}", kind="number") for p, _ in joins],
     ]
     rows: list[list[Cell]] = []
     for i in order:
@@ -298,11 +304,11 @@ def _changes(distances: Distances) -> Table:
     }
 
 
-def _came_from(groups: Sequence[Group]) -> Table:
-    rows: list[list[Cell]] = [
-        [some_names(g.names), g.elements, g.nbytes, g.how, "; ".join(": ".join(filter(None, s)) for s in g.sources)]
-        for g in groups
-    ]
+def _came_from(groups: Sequence[Group], names: _Names) -> Table:
+    rows: list[list[Cell]] = []
+    for g in groups:
+        sources = "; ".join(": ".join(filter(None, said)) for said in g.sources(names))
+        rows.append([some_names(g.names), g.elements, g.nbytes, g.how, sources])
     return {
         "id": "origin",
         "title": "What came from where",
@@ -347,7 +353,7 @@ def _sizes(result: MergeResult, distances: Distances) -> list[Column]:
     ]
 
 
-def _columns(distances: Distances) -> list[Column]:
+def _columns(distances: Distances, names: _Names) -> list[Column]:
     """The numbers of each source, and of all of them."""
     found: list[Column] = []
     for i, parent in enumerate(distances.parents):
@@ -355,7 +361,7 @@ def _columns(distances: Distances) -> list[Column]:
             values: list[Number] = [join((at,)) for at in distances.everything]
             column: Column = {
                 "id": f"{name}_{i}",
-                "title": f"{HEADS[name]}, {_label(parent)}",
+                "title": f"{HEADS[name]}, {names.of(parent)}",
                 "kind": _KINDS[name],
                 "values": values,
                 "help": _HELP[name],

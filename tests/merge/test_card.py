@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from ckpttool.ops.merge.card import Card, Parents, Subject, card, hub_names
-from ckpttool.ops.merge.origins import Group
+from ckpttool.ops.merge.origins import Group, short_names
 from ckpttool.ops.merge.provenance import Origin, Provenance
+from ckpttool.recipe.model import ModelRef
 from tests.helpers.command import ckpttool
 from tests.merge.models import finetuned, llama, llama_config, merge, save
 
@@ -160,3 +161,24 @@ def test_models_of_the_hub() -> None:
     assert matter["base_model"] == ["org/a", "org/b"]
     assert matter["base_model_relation"] == "merge"
     assert "[`org/b@01`](https://huggingface.co/org/b)" in prose
+
+
+def test_no_path_of_the_machine_is_published(room: Path) -> None:
+    (room / "x").mkdir()
+    (room / "b").rename(room / "x/a")
+    recipe = room / "recipe.yml"
+    models = "".join(f"- model: {room}/{m}\n  parameters: {{weight: 1}}\n" for m in ("x/a", "a"))
+    recipe.write_text(f"merge_method: linear\nmodels:\n{models}")
+    for sources in ((recipe,), (room / "x/a", room / "a")):
+        done = ckpttool("merge", *sources, "-o", room / "dst", "-f", "--card", "--report", room / "r.html")
+        assert done.code == 0, done.err
+        text = (room / "dst/README.md").read_text()
+        assert str(room) not in text
+        assert "| `x/a` |" in text
+        assert "model: x/a" in text
+
+
+def test_short_names() -> None:
+    refs = [ModelRef("/m/a/v1"), ModelRef("/m/b/v1", ("/l/v2",)), ModelRef("hf://org/v1"), ModelRef("s3://b/k/a/v1/")]
+    assert list(short_names(refs).values()) == ["m/a/v1", "b/v1+v2", "hf://org/v1", "k/a/v1"]
+    assert short_names([ModelRef("/m/a"), ModelRef("a")])["a"].endswith("/a")

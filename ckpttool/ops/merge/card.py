@@ -141,6 +141,13 @@ class Subject:
     """``transformers``, or "" where it is not certain that a library loads it."""
     command: str
     """What makes it again of the recipe."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What to call the sources, by label: a card is published, and where they lie on a machine is nobody's business."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """The same of everything that the recipe names."""
+
+    def called(self, label: str) -> str:
+        return self.names.get(label, label)
 
 
 def card(subject: Subject, hashes: Mapping[str, str], distances: Distances | None) -> bytes:
@@ -148,16 +155,17 @@ def card(subject: Subject, hashes: Mapping[str, str], distances: Distances | Non
     parents = subject.parents
     parts = [_matter(subject), _BEGIN, f"# {_plain(subject.name)}", *_what(subject)]
     parts += ["## Sources", _sources(subject, hashes)]
-    parts += ["## What came from where", _groups(subject.groups)]
+    parts += ["## What came from where", _groups(subject)]
     if distances is not None:
-        parts += ["## How far it is from its sources", *_distances(distances)]
+        parts += ["## How far it is from its sources", *_distances(distances, subject)]
     text, kind = recipe_text(subject.provenance)
     file = "merge_config.json" if kind == "json" else "merge.yml"
-    parts += ["## Recipe", _fenced(text, kind)]
-    parts += [f"With the recipe in `{file}`, this makes it again:", _fenced(subject.command, "bash"), _END]
+    parts += ["## Recipe", _fenced(_renamed(text, subject.paths), kind)]
+    again = f"With the recipe in `{file}` and the sources where it says, this makes it again:"
+    parts += [again, _fenced(subject.command, "bash"), _END]
     if prose := parents.cards[parents.donor].prose if parents.donor in parents.cards else "":
         parts += [
-            f"## About {_code(parents.donor)}",
+            f"## About {_code(subject.called(parents.donor))}",
             "Config and tokenizer are those of this model. What follows is its own card: it is about that model.",
             prose,
         ]
@@ -170,6 +178,14 @@ def recipe_text(provenance: Provenance) -> tuple[str, str]:
     if text:
         return text, "json" if text.lstrip().startswith("{") else "yaml"
     return _yaml(provenance.recipe), "yaml"
+
+
+def _renamed(text: str, paths: Mapping[str, str]) -> str:
+    """The recipe with other names for its sources."""
+    for path in sorted(paths, key=len, reverse=True):
+        parts = re.split(rf"(?<![\w/.-])(?:\./)?{re.escape(path)}(?![\w/-])", text)
+        text = paths[path].join(parts)
+    return text
 
 
 def _yaml(data: Mapping[str, Any]) -> str:
@@ -218,7 +234,7 @@ def _sources(subject: Subject, hashes: Mapping[str, str]) -> str:
         terms = ", ".join(_list(cards[o.label].fields.get("license"))) if o.label in cards else ""
         rows.append(
             [
-                _linked(o.label),
+                _linked(subject.called(o.label)),
                 said,
                 o.format,
                 f"{o.tensors:,}",
@@ -230,9 +246,10 @@ def _sources(subject: Subject, hashes: Mapping[str, str]) -> str:
     return _table(head, rows, right={"tensors", "size"})
 
 
-def _groups(groups: Sequence[Group]) -> str:
+def _groups(subject: Subject) -> str:
+    groups = subject.groups
     rows = [
-        [some_names(g.names, _code), f"{g.elements:,}", g.how, "<br>".join(map(_source, g.sources))]
+        [some_names(g.names, _code), f"{g.elements:,}", g.how, "<br>".join(map(_source, g.sources(subject.names)))]
         for g in groups[:50]
     ]
     table = _table(["tensors", "elements", "method", "from"], rows, right={"elements"})
@@ -254,13 +271,13 @@ HEADS = {
 }
 
 
-def _distances(distances: Distances) -> list[str]:
+def _distances(distances: Distances, subject: Subject) -> list[str]:
     every = distances.everything
     joins = [(p, distances.joins(p)) for p in distances.parents]
     shown = [n for n in NUMBERS if any(n in j for _, j in joins)]
     rows = [
         [
-            _linked(p.label) + " (base)" * p.is_base,
+            _linked(subject.called(p.label)) + " (base)" * p.is_base,
             *[_number(j[n](every), n) if n in j else "" for n in shown],
         ]
         for p, j in joins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.dtypes import nbytes
@@ -11,6 +12,8 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Parameter
 from ckpttool.names import fold
 from ckpttool.plan import Compute, Gathered, Operand, Plan
+from ckpttool.recipe.model import ModelRef
+from ckpttool.storage.place import parse_place
 from ckpttool.words import count
 
 _SHOWN = 6
@@ -47,11 +50,10 @@ class Group(NamedTuple):
         """``ties, lambda 0.5``; ``copy``."""
         return ", ".join([self.method, *_said(self.whole), *["rows by token"] * self.by_token])
 
-    @property
-    def sources(self) -> list[tuple[str, str]]:
-        """(label, ``weight 0.6, density 0.5``) of each model, then of the base."""
-        found = [(label, ", ".join(_said(p))) for label, p in self.models]
-        return [*found, *[(self.base, "base")] * bool(self.base)]
+    def sources(self, names: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+        """(label, ``weight 0.6, density 0.5``) of each model, then of the base; ``names`` are shorter labels."""
+        found = [*((label, ", ".join(_said(p))) for label, p in self.models), *[(self.base, "base")] * bool(self.base)]
+        return [((names or {}).get(label, label), said) for label, said in found]
 
 
 def _said(parameters: Parameters) -> list[str]:
@@ -64,6 +66,24 @@ def computed(plan: Plan) -> Iterator[Compute]:
     """How each tensor of the output is worked out."""
     for unit in plan.units:
         yield from (step for step in unit.steps if isinstance(step, Compute))
+
+
+def short_names(refs: Sequence[ModelRef]) -> dict[str, str]:
+    """What people call the sources, by label: the shortest ends of their paths that tell them apart. Models of the Hub
+    keep their names."""
+    paths = {p: _steps(p) for r in refs for p in (r.path, *r.adapters)}
+    short = {}
+    for path, steps in paths.items():
+        others = [s for p, s in paths.items() if p != path]
+        ends = (n for n in range(1, len(steps)) if all(s[-n:] != steps[-n:] for s in others))
+        n = next(ends, len(steps))
+        short[path] = path if path.startswith("hf://") else "/".join(steps[-n:])
+    return {str(r): "+".join(short[p] for p in (r.path, *r.adapters)) for r in refs}
+
+
+def _steps(path: str) -> tuple[str, ...]:
+    place = parse_place(path)
+    return place.absolute().parts if isinstance(place, Path) else tuple(path.rstrip("/").split("/"))
 
 
 def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], method: str) -> list[Group]:

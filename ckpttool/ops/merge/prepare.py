@@ -84,6 +84,8 @@ class PreparedMerge:
     roots: tuple[str, ...]
     parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
     """Of directories of several models, the merge of each part."""
+    refs: Sequence[ModelRef] = ()
+    """The sources, as the recipe names them."""
     parents: Parents | None = None
     """What the card of the merge is made of, where there is to be one."""
     again: str = ""
@@ -177,6 +179,7 @@ def prepare(
         merged=methods.count(False),
         copied=methods.count(True),
         roots=tuple(dict.fromkeys(r.path for r in refs)),
+        refs=refs,
         parents=parents,
         again=_flags(choices, target, selection, random=METHODS[recipe.method].random),
     )
@@ -297,7 +300,7 @@ def _distances(prepared: PreparedMerge, measurement: Measurement | None) -> Dist
 def _card(prepared: PreparedMerge, name: str, measurement: Measurement | None, digests: Mapping[str, str]) -> bytes:
     """The model card; with distances when they are measured, which is after it is written for the first time."""
     from ckpttool.ops.merge.card import Subject, card, recipe_text
-    from ckpttool.ops.merge.origins import came_from
+    from ckpttool.ops.merge.origins import came_from, short_names
 
     assert prepared.parents is not None  # noqa: S101 - asked before
     provenance, target = prepared.provenance, prepared.target
@@ -309,6 +312,8 @@ def _card(prepared: PreparedMerge, name: str, measurement: Measurement | None, d
         prepared.parents,
         "transformers" if "from_pretrained" in target.usage and not target.removed[0] else "",
         f"ckpttool merge {file} -o {shlex.quote(name)}{prepared.again}",
+        short_names(prepared.refs),
+        short_names([ModelRef(p) for r in prepared.refs for p in (r.path, *r.adapters)]),
     )
     hashes = {label: digest for label, (_, digest) in provenance.hashes(prepared.plan, digests).items()}
     found = _distances(prepared, measurement) if measurement is not None and measurement.found else None
