@@ -341,3 +341,14 @@ def test_a_dry_run_says_what_will_come_from_where(room: Path, tmp_path: Path) ->
     assert sum(g["elements"] for g in groups) == sum(raw.bits.size for raw in llama().values())
     alike = ckpttool("merge", room / "a", room / "b", "-o", tmp_path / "dst", "--dry-run")
     assert "linear of" not in alike.err + alike.out
+
+
+def test_what_is_no_number_is_not_called_one(room: Path, tmp_path: Path) -> None:
+    broken = llama()
+    broken["lm_head.weight"].bits[0, 0] = 0x7FC0  # NaN
+    save(tmp_path / "broken", broken, llama_config())
+    words = ("merge", room / "a", tmp_path / "broken", "-o", tmp_path / "dst", "--allow-nonfinite", "--card")
+    done = ckpttool(*words, "--report", tmp_path / "r.html", "--json")
+    assert done.code == 0, done.err
+    for parent in json.loads(done.out)["report"]["parents"]:
+        assert (parent["distance"], parent["cosine"]) == (None, None)

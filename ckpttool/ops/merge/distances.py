@@ -138,8 +138,11 @@ def _cosine(dots: Known, ones: Known, others: Known) -> Join:
             if (d := dots[i]) is not None and (a := ones[i]) is not None and (b := others[i]) is not None
         ]
         norms = math.sqrt(sum(a for _, a, _ in known)) * math.sqrt(sum(b for _, _, b in known))
-        # Rounding may lead a hair beyond what a cosine can be.
-        return max(-1.0, min(1.0, sum(d for d, _, _ in known) / norms)) if norms else None
+        if not norms:
+            return None
+        found = sum(d for d, _, _ in known) / norms
+        # Rounding may lead a hair beyond what a cosine can be; NaN stays NaN.
+        return found if math.isnan(found) else max(-1.0, min(1.0, found))
 
     return join
 
