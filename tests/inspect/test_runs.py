@@ -157,6 +157,9 @@ def test_what_trainers_write_last_is_missed_where_others_have_it(tmp_path: Path)
     assert listed(tmp_path)["checkpoints"][1]["why"] == (
         "trainer_state.json is missing, which its trainer writes last and others here have"
     )
+    save(tmp_path, "final")
+    assert rows(tmp_path)[-1] == ("final", None, True)  # a model alone
+    shutil.rmtree(tmp_path / "final")
     (tmp_path / "checkpoint-1" / "trainer_state.json").unlink()
     assert rows(tmp_path) == [("checkpoint-1", 1, True), ("checkpoint-2", 2, True)]
 

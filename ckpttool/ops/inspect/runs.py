@@ -201,9 +201,12 @@ def _components(stored: StoredCheckpoint) -> tuple[str, ...]:
 
 
 def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
-    """Rows that lack what their trainer writes last, and what others of the run have, are not complete."""
+    """Steps that lack what their trainer writes last, and what others of the run have, are not complete.
+
+    Others than steps may be models alone: the final one, or the one that training began with.
+    """
     places = {s.name: s.place for s in run.saves}
-    names = {r.name: _names(places[r.name]) for r in rows if r.complete}
+    names = {r.name: _names(places[r.name]) for r in rows if r.complete and r.step is not None}
     signals: dict[tuple[str, int], set[str]] = {}
     for row in rows:
         signals.setdefault((row.mesh, row.sharding), set()).update(filter(_SIGNAL.fullmatch, names.get(row.name, ())))
