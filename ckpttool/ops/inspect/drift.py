@@ -6,11 +6,12 @@ tensors. So a layer counts as a whole, and a small tensor in it does not stand f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import isnan, sqrt
+from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from typing import NamedTuple
 
 from ckpttool.catalog import COMPONENTS
+from ckpttool.layers import by_layer, relative
 from ckpttool.names import Location, locate
 
 
@@ -49,39 +50,17 @@ class Drift(NamedTuple):
     """(layer, module) -> relative change, where there is one; names as in the lists."""
 
 
-class _Sum:
-    """What is known of a group of tensors."""
-
-    __slots__ = ("changed", "gap2", "known", "norm2", "tensors")
-
-    def __init__(self) -> None:
-        self.gap2 = self.norm2 = 0.0
-        self.tensors = self.changed = 0
-        self.known = True
-
-    def add(self, tensor: Apart) -> None:
-        self.tensors += 1
-        self.changed += tensor.changed
-        if tensor.gap2 is None or tensor.norm2 is None:
-            self.known = False
-        else:
-            self.gap2 += tensor.gap2
-            self.norm2 += tensor.norm2
-
-    @property
-    def relative(self) -> float | None:
-        if not self.known:
-            return None
-        if not self.norm2:
-            return float("inf") if self.gap2 else 0.0
-        return sqrt(self.gap2) / sqrt(self.norm2)
+def parameter(name: str, component: str) -> str:
+    """A compared tensor's name without its component, as it is located; "" for one of another component."""
+    if component != "model":
+        return name[len(component) + 1 :] if name.startswith(f"{component}/") else ""
+    return "" if name.partition("/")[0] in COMPONENTS else name
 
 
 def place(name: str, component: str) -> Location | None:
     """Where a compared tensor is; None for one of another component."""
-    if component != "model":
-        return locate(name[len(component) + 1 :]) if name.startswith(f"{component}/") else None
-    return None if name.partition("/")[0] in COMPONENTS else locate(name)
+    own = parameter(name, component)
+    return locate(own) if own else None
 
 
 def layer_of(at: Location) -> str:
@@ -91,26 +70,30 @@ def layer_of(at: Location) -> str:
 
 def drift(component: str, tensors: Iterable[Apart]) -> Drift:
     """The changes of the tensors of a component, added up."""
-    layers: dict[str, _Sum] = {}
-    modules: dict[str, _Sum] = {}
-    cells: dict[tuple[str, str], _Sum] = {}
-    for tensor in tensors:
-        at = place(tensor.name, component)
-        if at is None:
-            continue
-        layer = layer_of(at)
-        for sums in (
-            layers.setdefault(layer, _Sum()),
-            modules.setdefault(at.module, _Sum()),
-            cells.setdefault((layer, at.module), _Sum()),
-        ):
-            sums.add(tensor)
-    return Drift(component, _ranked(layers), _ranked(modules), {k: v.relative for k, v in cells.items() if v.changed})
+    named = [(name, t) for t in tensors if (name := parameter(t.name, component))]
+    mine = [t for _, t in named]
+    found = by_layer([name for name, _ in named])
+    layers: dict[str, list[int]] = {}
+    modules: dict[str, list[int]] = {}
+    cells: dict[tuple[str, str], list[int]] = {}
+    for (row, column), at in found.cells.items():
+        module = found.modules[column]
+        layer = layer_of(Location(*found.rows[row], module))
+        layers.setdefault(layer, []).extend(at)
+        modules.setdefault(module, []).extend(at)
+        cells.setdefault((layer, module), []).extend(at)
 
+    def ranked(groups: Mapping[str, list[int]]) -> list[Drifted]:
+        rows = [Drifted(name, change(at), len(at), sum(mine[i].changed for i in at)) for name, at in groups.items()]
+        return sorted([row for row in rows if row.changed], key=_size, reverse=True)
 
-def _ranked(sums: Mapping[str, _Sum]) -> list[Drifted]:
-    found = [Drifted(name, s.relative, s.tensors, s.changed) for name, s in sums.items() if s.changed]
-    return sorted(found, key=_size, reverse=True)
+    joined = relative([t.gap2 for t in mine], [t.norm2 for t in mine])
+
+    def change(at: Sequence[int]) -> float | None:
+        return None if any(mine[i].gap2 is None for i in at) else joined(at)
+
+    changes = {key: change(at) for key, at in cells.items() if any(mine[i].changed for i in at)}
+    return Drift(component, ranked(layers), ranked(modules), changes)
 
 
 def _size(drifted: Drifted) -> float:
