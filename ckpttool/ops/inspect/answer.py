@@ -414,6 +414,8 @@ def _beside_a_report(question: InspectRequest, views: dict[str, bool]) -> dict[s
 def _sensible_choice(question: InspectRequest, chosen: Sequence[str]) -> None:
     """Filters that contradict what is asked, or do nothing."""
     choice, report = question.choice, question.html is not None
+    if question.checkpoints and (choice.components or choice.patterns or choice.dtypes or choice.min_size):
+        raise UsageError("--checkpoints is about whole checkpoints; filters do not apply")
     if choice.components and (question.show or question.files or question.metadata or question.imports):
         raise UsageError(
             f"--only does not apply to {chosen[0]}", hint="--list --only COMPONENT shows which files it lies in"
