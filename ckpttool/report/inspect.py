@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
-from ckpttool.report.drift import drift_json, show_drift
 from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.meters import bar
-from ckpttool.report.runs import show_run
-from ckpttool.report.stats import is_long, show_folded
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, columns_of, dump, pick, shape, size
 from ckpttool.storage.place import resolved
@@ -90,6 +87,8 @@ def show_inspect(
         from ckpttool.ops.inspect.runs import RunListing
 
         if isinstance(answer, RunListing):
+            from ckpttool.report.runs import show_run
+
             show_run(answer, as_json=as_json, quiet=quiet)
         else:
             show_diff(answer, as_json=as_json, quiet=quiet)
@@ -416,6 +415,8 @@ def show_values(answer: TensorStats, *, as_json: bool, quiet: bool = False) -> N
             found.append(entry)
         dump({**_head(listing, "values"), "list": found}, entries=len(found))
         return
+    from ckpttool.report.stats import is_long, show_folded
+
     if question.stats and not question.digest and text.on_terminal() and is_long(values):
         show_folded(values, quiet=quiet)
     elif question.stats or question.digest:
@@ -584,6 +585,8 @@ def show_suggestion(answer: Suggested, *, as_json: bool, quiet: bool = False) ->
 
 def show_diff(result: DiffResult, *, as_json: bool, quiet: bool = False) -> None:
     """Every difference, on a terminal those of all layers on one line; then the verdict, that alone when ``quiet``."""
+    from ckpttool.report.drift import drift_json, show_drift
+
     drift = result.drift
     if as_json:
         said = _diff_json(result) | ({"drift": drift_json(drift)} if result.values else {})
