@@ -28,6 +28,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 NS = "{http://www.w3.org/2000/svg}"
 REAL = ("llama_tp8", "paddle_zcc/ep2_tp2_sharding2_ema", "torch_fsdp/tp_fsdp", "torch_fsdp/uneven", "hf_tiny_source")
 EVERY = [*LAYOUTS, *REAL]
+SAMPLE = pytest.mark.sample("tp8ep64", "tp2pp4ep256", "irregular64", "llama_tp8")
 
 
 @cache
@@ -61,6 +62,7 @@ def labels(root: ET.Element) -> Iterator[Label]:
         yield Label(shown, left, baseline - 0.8 * size, left + width, baseline + 0.22 * size)
 
 
+@SAMPLE
 @pytest.mark.parametrize("name", EVERY)
 def test_no_label_is_cut_off_or_covers_another(name: str) -> None:
     for document in documents(name):
@@ -76,6 +78,7 @@ def test_no_label_is_cut_off_or_covers_another(name: str) -> None:
                 assert a.right <= b.left or b.right <= a.left, (a, b)
 
 
+@SAMPLE
 @pytest.mark.parametrize("name", EVERY)
 def test_the_label_of_a_cell_lies_in_it(name: str) -> None:
     """And each cell has one."""
@@ -90,6 +93,7 @@ def test_the_label_of_a_cell_lies_in_it(name: str) -> None:
             assert len(inside) == 1, (ET.tostring(cell), w)
 
 
+@SAMPLE
 @pytest.mark.parametrize("name", EVERY)
 def test_all_ranks_are_in_the_map(name: str) -> None:
     layout = of(name)
@@ -106,6 +110,7 @@ def test_all_ranks_are_in_the_map(name: str) -> None:
     assert said == set(range(layout.world))
 
 
+@SAMPLE
 @pytest.mark.parametrize("name", EVERY)
 def test_every_kind_is_on_a_page_and_pages_are_not_long(name: str) -> None:
     layout = of(name)
@@ -116,6 +121,7 @@ def test_every_kind_is_on_a_page_and_pages_are_not_long(name: str) -> None:
     assert sum(len(c.kinds) for c in cards(layout)) == len(layout.holdings)
 
 
+@SAMPLE
 @pytest.mark.parametrize("name", EVERY)
 def test_a_figure_stands_in_a_page_of_others(name: str) -> None:
     """Nothing that a content security policy forbids, or that meets its like in another figure."""
