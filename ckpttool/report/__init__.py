@@ -1,7 +1,8 @@
 """All human, TSV and JSON output of results, and progress. The only place that imports rich.
 
 A module for each command prints its plans and results. Beside them ``text`` says what a terminal gets and what a pipe
-gets, ``style`` who gets colours, ``tables`` fits columns to the terminal; ``layout`` and ``svg`` draw who holds what.
+gets, ``style`` who gets colours, ``tables`` fits columns to the terminal; ``layout`` draws who holds what in
+characters, ``strips`` and ``svg`` as pictures.
 
 stdout carries data, stderr messages and progress.
 """
