@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import index
+from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overload
 
@@ -29,7 +31,7 @@ from ckpttool.ops.inspect.check import check as _check
 from ckpttool.ops.inspect.diff import DiffResult, Tolerance
 from ckpttool.ops.inspect.diff import diff as _diff
 from ckpttool.ops.inspect.identity import Identity, identify
-from ckpttool.ops.inspect.listing import list_tensors
+from ckpttool.ops.inspect.listing import Choice, list_tensors
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.select import matching, nearest_hint
@@ -290,6 +292,48 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 other_options=theirs,
                 fleet=fleet,
             )
+
+    def report(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        stats: bool = False,
+        check: bool = False,
+        diff: AnyPlace | None = None,
+        values: bool = False,
+        patterns: Sequence[str] = (),
+        progress: Progress | bool | None = None,
+        on: str = "",
+    ) -> Path:
+        """Write a report as one HTML page, and return its path. Does what ``inspect --html`` does.
+
+        Args:
+            file: the page; a report that is there is replaced.
+            stats: statistics by layer and a histogram of each tensor: reads all elements.
+            check: prove the checksums of a manifest, too; what headers show is always checked.
+            diff: compare with this checkpoint.
+            values: compare every element, and with ``check`` read them.
+            patterns: show only tensors that match one of them.
+            progress: that of ``Plan.run``.
+            on: let a cluster read the elements; as for ``Plan.run``.
+
+        Raises:
+            OutputError: the file is there and is not a report, or cannot be written.
+            CkptError: something that was asked cannot be found out; the rest is in the report.
+        """
+        from ckpttool.ops.inspect.answer import InspectRequest, everything
+        from ckpttool.report.survey import refuse_others, write_page  # with the page, which few need
+
+        page = Path(file)
+        refuse_others(page)
+        choice = Choice(several(patterns, "patterns"))
+        asked = InspectRequest(choice, stats=stats, check=check, diff=diff, values=values, html=page, on=on)
+        with watching(progress) as watch:
+            found = everything(self.path, self.options, asked, watch)
+        write_page(found, page)
+        if found.failures:
+            raise found.failures[0]
+        return page
 
     def reshard(
         self,

@@ -69,22 +69,28 @@ def show_survey(
     findings: Sequence[tuple[str, Path | None]] = (),
 ) -> int:
     """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
-    made = document(survey)
-    page = render(made)
-    save(path, page, "the report")
+    made, size = write_page(survey, path)
     if not as_json and not quiet:
         text.notes(_notes(survey))
     said = write_findings(survey.check, findings)
     if as_json:
         text.dump(_printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
     elif not quiet:
-        line = f"{plain(str(path))}: {short(len(page.encode(errors='backslashreplace')))}, {_what(survey)}"
+        line = f"{plain(str(path))}: {short(size)}, {_what(survey)}"
         (text.message if said else text.write)(line + ("" if said else "\n"))
     # A check that was asked for has said why there are no tensors.
     failures = survey.failures[survey.wish.check and survey.listing is None :]
     for error in failures:
         text.message(error.render())
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
+
+
+def write_page(survey: Survey, path: Path) -> tuple[Document, int]:
+    """Write the page; returns what it shows, and its bytes. Raises OutputError."""
+    made = document(survey)
+    page = render(made)
+    save(path, page, "the report")
+    return made, len(page.encode(errors="backslashreplace"))
 
 
 def _what(survey: Survey) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.errors import OutputError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.answer import InspectRequest, everything
 from ckpttool.report.survey import document
@@ -222,6 +223,17 @@ def test_a_plain_inspect_loads_nothing_of_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
+    import ckpttool as api
+
+    assert ckpttool("inspect", model, "--html", tmp_path / "a.html", "--stats", "--diff", model, "--values").code == 0
+    written = api.open(model).report(tmp_path / "b.html", stats=True, diff=model, values=True)
+    assert written == tmp_path / "b.html"
+    assert written.read_bytes() == (tmp_path / "a.html").read_bytes()
+    with pytest.raises(OutputError, match="not a report"):
+        api.open(model).report(model / "config.json")
 
 
 def test_documents_have_each_section_once(model: Path) -> None:
