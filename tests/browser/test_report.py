@@ -11,6 +11,7 @@ import pytest
 
 from ckpttool.report.page import render
 from tests.browser.conftest import Opened
+from tests.helpers.command import ckpttool
 from tests.helpers.reports import HOSTILE, large, names_of, sample
 
 if TYPE_CHECKING:
@@ -333,29 +334,65 @@ CLIPPED = Path(__file__).with_name("clipped.js").read_text(encoding="utf-8")
 LOOKS = [(1280, False), (1280, True), (400, False), (400, True)]
 
 
-@pytest.mark.parametrize(("width", "dark"), LOOKS)
-def test_axe_finds_nothing_and_nothing_is_clipped(open_page: Opened, width: int, dark: bool) -> None:
+def looked_at(page: Page, state: str) -> None:
+    """Nothing keeps people from reading the page, as far as axe-core and bounding boxes know."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page = open_page(sample(), width=width, dark=dark)
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
     options = {"runOnly": {"type": "tag", "values": tags}, "resultTypes": ["violations"]}
+    found = axe.run(page, options=options).response["violations"]
+    assert not [(v["id"], [n["html"][:120] for n in v["nodes"][:3]]) for v in found], state
+    assert page.evaluate(CLIPPED) == [], state
 
-    def check(state: str) -> None:
-        found = axe.run(page, options=options).response["violations"]
-        assert not [(v["id"], [n["html"][:120] for n in v["nodes"][:3]]) for v in found], state
-        assert page.evaluate(CLIPPED) == [], state
 
-    check("as opened")
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+def test_axe_finds_nothing_and_nothing_is_clipped(open_page: Opened, width: int, dark: bool) -> None:
+    page = open_page(sample(), width=width, dark=dark)
+    looked_at(page, "as opened")
     page.click("details.menu summary")
+    looked_at(page, "columns")
+    page.keyboard.press("Escape")
     page.locator("tr.group").nth(3).click()
     for summary in page.locator(".twin summary").all():
         summary.click()
     page.locator(".treemap button").nth(1).click()
     page.wait_for_timeout(50)
-    check("unfolded")
+    looked_at(page, "unfolded")
     page.fill(SEARCH, "experts.3.up_proj layer:4")
     page.locator(f"{GRID} tbody tr[data-at]").first.click()
-    check("a tensor")
+    looked_at(page, "a tensor")
+
+
+MERGE = "fixtures/merge/inputs"
+REPORTS = {
+    "ranks": ["inspect", "fixtures/llama_tp8", "--stats", "--check", "--html"],
+    "components": ["inspect", "fixtures/paddle_zcc/ep2_tp2_sharding2_ema", "--stats", "--html"],
+    "quantised": ["inspect", "fixtures/deepseek_v3", "--stats", "--html"],
+    "change": ["inspect", f"{MERGE}/ft1", "--stats", "--diff", f"{MERGE}/ft2", "--values", "--html"],
+    "merge": [
+        "merge",
+        f"{MERGE}/ft1",
+        f"{MERGE}/ft2",
+        "--base",
+        f"{MERGE}/base",
+        "--method",
+        "ties",
+        "--weights",
+        "0.6,0.4",
+        "--report",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_of_checkpoints(open_page: Opened, tmp_path: Path, name: str) -> None:
+    command, *arguments = REPORTS[name]
+    file = tmp_path / "made.html"
+    done = ckpttool(command, *arguments, file, *(["-o", tmp_path / "out"] if command == "merge" else []))
+    assert file.exists(), done.err
+    for width, dark in LOOKS[::3]:
+        page = open_page(file.read_text(encoding="utf-8"), width=width, dark=dark)
+        assert page.locator("text=cannot be drawn").count() == 0
+        looked_at(page, f"{width} {dark}")
 
 
 # -- 100,000 tensors

@@ -263,8 +263,8 @@ function drawFindings(section) {
   const checked = Object.entries(section.checked).filter(([, n]) => n !== null).map(([noun, n]) => `${show("count", n)} ${noun}`);
   const found = SEVERITIES.map(([severity]) => section.findings.filter((f) => f.severity === severity).length);
   const counted = SEVERITIES.flatMap(([severity], i) => (found[i] ? [plural(found[i], severity)] : []));
-  const text = section.findings.length ? counted.join(", ") : "\u2714 Nothing was found.";
-  const summary = el("p", { class: found[0] ? "verdict bad" : "verdict" }, text, checked.length ? ` Checked: ${checked.join(", ")}.` : "");
+  const text = section.findings.length ? `${counted.join(", ")}.` : "\u2714 Nothing was found.";
+  const summary = el("p", { class: found[0] ? "verdict bad" : found[1] ? "verdict unsure" : "verdict" }, text, checked.length ? ` Checked: ${checked.join(", ")}.` : "");
   const item = (sign, finding) => el("li", { class: `finding ${finding.severity}` },
     el("p", null, el("span", { class: "badge" }, el("span", { "aria-hidden": "true" }, `${sign} `), finding.severity), " ", el("code", null, finding.id)),
     el("p", { class: "what" }, finding.text),
