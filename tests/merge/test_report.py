@@ -352,3 +352,23 @@ def test_what_is_no_number_is_not_called_one(room: Path, tmp_path: Path) -> None
     assert done.code == 0, done.err
     for parent in json.loads(done.out)["report"]["parents"]:
         assert (parent["distance"], parent["cosine"]) == (None, None)
+
+
+@pytest.mark.sample("dare_linear")
+@pytest.mark.parametrize("method", ["average", "dare_linear", "ties"])
+def test_many_models_share_buffers(tmp_path: Path, method: str) -> None:
+    """More of them than have a buffer each: the numbers are still those of each."""
+    base, models = llama(layers=1), []
+    save(tmp_path / "base", base, llama_config(layers=1))
+    for i in range(14):
+        models.append(save(tmp_path / f"m{i}", finetuned(base, i), llama_config(layers=1)))
+    options: list[object] = ["--weights", ",".join(["1"] * 14), "--base", tmp_path / "base", "--param", "density=0.5"]
+    words = ("merge", *models, "-o", tmp_path / "dst", "--report", tmp_path / "r.html", "--json", "--method", method)
+    done = ckpttool(*words, *options * (method != "average"))
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["report"]["parents"]
+    y = joined(values(tmp_path / "dst"))
+    for model, said in zip(models, found, strict=False):
+        x = joined(values(model))
+        assert said["distance"] == pytest.approx(np.linalg.norm(y - x) / np.linalg.norm(x), rel=1e-5)
+        assert 0.15 < said.get("kept", 0.2) < 0.52

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.execute import workforce
@@ -138,3 +139,21 @@ def test_names_that_are_nowhere(hub: Hub, tmp_path: Path) -> None:
     ]:
         assert f"recipe.yml:{line}:" in done.err
         assert what in done.err.replace("\n      ", " "), done.err
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_card_names_models_of_the_hub(tmp_path: Path) -> None:
+    """And the report reads them where they are."""
+    recipe = named("slerp__f32out_bf16", tmp_path)
+    words = ("--card", "--report", tmp_path / "r.html", "--json")
+    done = ckpttool("merge", recipe, "-o", tmp_path / "out", *words)
+    assert done.code == 0, done.err
+    text = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    matter = yaml.safe_load(text.split("---\n")[1])
+    assert sorted(matter["base_model"]) == ["org/ft1", "org/ft2"]
+    assert matter["base_model_relation"] == "merge"
+    assert "(https://huggingface.co/org/ft1)" in text
+    near = named("slerp__f32out_bf16", tmp_path, "inputs/")
+    again = ckpttool("merge", near, "-o", tmp_path / "near", "--report", tmp_path / "n.html", "--json")
+    there, here = ([{**p, "source": ""} for p in json.loads(d.out)["report"]["parents"]] for d in (done, again))
+    assert there == here
