@@ -166,6 +166,9 @@ def document(survey: Survey) -> Document:
 def _notes(survey: Survey) -> list[str]:
     listing, diff = survey.listing, survey.diff
     out = [*survey.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
+    if survey.values and (bare := sum(v.stats is None for v in survey.values)):
+        have = "has" if bare == 1 else "have"
+        out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
     return list(dict.fromkeys(out))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +179,33 @@ def test_hostile_names_and_values(tmp_path: Path) -> None:
     assert "\x1b" not in page
     assert len(columns(made)["name"]) == 4
     assert sorted(columns(made)["nan"]) == [0, 0, 0, 1]
+
+
+def test_elements_smaller_than_a_byte_have_no_statistics(tmp_path: Path) -> None:
+    src = saved(tmp_path / "src", {}, {})
+    head = {f"layers.{i}.w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [4 * i, 4 * i + 4]} for i in range(2)}
+    text = json.dumps(head).encode()
+    (src / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    done, made = report(src, tmp_path / "r.html", "--stats", "--diff", src, "--values")
+    assert done.code == 0
+    assert made["notes"][-1] == "2 tensors have no statistics: elements smaller than a byte"
+    assert columns(made)["norm"] == [None, None]
+
+
+def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
+    done, made = report(saved(tmp_path / "src", {}, {}), tmp_path / "r.html", "--stats")
+    assert done.code == 0
+    assert [s["id"] for s in made["sections"]] == ["findings"]
+
+
+def test_two_checkpoints_of_a_run(model: Path, tmp_path: Path) -> None:
+    for step in (1000, 2000):
+        shutil.copytree(model, tmp_path / "run" / f"step-{step}")
+    done, made = report(tmp_path / "run", tmp_path / "r.html", "--diff", "step-1000", "step-2000", "--values")
+    assert done.code == 0
+    assert made["title"] == "step-1000"
+    assert ["Compared with", "step-2000"] in made["facts"]
+    assert ckpttool("inspect", tmp_path / "run", "--html", tmp_path / "r.html").code == 2
 
 
 def test_only_checksums_that_were_asked_for_are_read(tmp_path: Path) -> None:
