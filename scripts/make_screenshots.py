@@ -1,9 +1,10 @@
-"""Take the screenshots of docs/report.md in Chromium: python scripts/make_screenshots.py
+"""Take the screenshots of docs/report.md and docs/merge/report.md in Chromium: python scripts/make_screenshots.py
 
     docs/images/report-light.png, report-dark.png       what one sees first, of fixtures/deepseek_v3
     docs/images/report-narrow-light.png, ...            the same on a phone
     docs/images/report-tensors.png, report-tensor.png   the table, and one tensor
     docs/images/report-ranks.png, report-change.png     fixtures/llama_tp8, and two models of fixtures/merge compared
+    docs/images/merge-report.png                        a merge of two models of fixtures/merge
 
 It needs the extra `browser` and Chromium, as `make test-browser` does. Look at what it made before you commit it: fonts
 are those of this machine.
@@ -11,6 +12,7 @@ are those of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -33,6 +35,7 @@ REPORTS = {
     "ranks": ["fixtures/llama_tp8", "--stats"],
     "change": ["fixtures/merge/inputs/ft1", "--diff", "fixtures/merge/inputs/ft2", "--values"],
 }
+MERGE = "merge models/ft1 models/ft2 --base models/base --method ties --weights 0.6,0.4 --param density=0.5,0.7 -o ties"
 
 
 def main() -> int:
@@ -47,6 +50,10 @@ def main() -> int:
             done = ckpttool("inspect", *arguments, "--html", reports[name])
             if not reports[name].exists():
                 raise SystemExit(done.err)
+        shutil.copytree(ROOT / "fixtures/merge/inputs", Path(folder) / "models")
+        with contextlib.chdir(folder):  # the page shows where DST and the sources are
+            ckpttool(*MERGE.split(), "--report", "merged.html")
+        take(opened(browser, Path(folder) / "merged.html", "light", 1060, 900), "merge-report", "#distance-by-layer")
         for theme in ("light", "dark"):
             take(opened(browser, reports["deepseek"], theme, 1200, 860), f"report-{theme}")
             take(opened(browser, reports["deepseek"], theme, 400, 860), f"report-narrow-{theme}")
