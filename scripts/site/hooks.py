@@ -42,7 +42,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(\s*<?([^)\s>]+)>?((?:\s+\
 ATTRIBUTE = re.compile(r"\b(src|srcset|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^# (.+?)\s*#*$", re.MULTILINE)
 GROUP = re.compile(
-    r'(<nav class="md-nav" data-md-level="\d+" )aria-labelledby="\w+" aria-expanded="\w+"'
+    r'(<nav class="md-nav" data-md-level="(\d+)" )aria-labelledby="\w+" aria-expanded="\w+"'
     r'(>\s*<label class="md-nav__title" for="\w+">\s*<span class="md-nav__icon md-icon"></span>\s*([^<]+?)\s*</label>)'
 )
 """A group of the navigation in what the theme writes: its start, its title, and the words of that."""
@@ -54,7 +54,7 @@ ITEM = re.compile(r" *([-*+]|\d+\.) ")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Read Markdown as code hosts do."""
-    config.markdown_extensions.append(CodeHost())
+    config.markdown_extensions.insert(0, CodeHost())  # first: it makes the parser anew
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
     return config
 
@@ -92,7 +92,7 @@ def on_post_page(output: str, **_: Any) -> str:
     """Name what the theme leaves without a name for a screen reader: the search, and the groups of the navigation."""
     search = 'data-md-component="search" role="dialog"'
     output = output.replace(search, f'{search} aria-label="Search"')
-    return GROUP.sub(r'\1aria-label="\3"\2', output)
+    return GROUP.sub(lambda m: f'{m[1]}aria-label="{"Section: " if m[2] == "1" else ""}{m[4]}"{m[3]}', output)
 
 
 # ---- navigation ------------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class CodeHost(Extension):  # type: ignore[misc]  # Python-Markdown has no types
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  # the name is Python-Markdown's
         """Lists nest by two columns; a list may follow a line; a table's cell may hold `a\\|b`."""
         md.tab_length = 2
-        for processor in md.parser.blockprocessors:
-            processor.tab_length = 2
+        md.build_parser()  # its patterns know the width
+        md.block_level_elements.append("picture")  # kept as it is, or backticks in an `alt` would be read as code
         md.preprocessors.register(Lines(md), "code-host", 27)  # before fenced blocks are taken out, at 25
         md.treeprocessors.register(Cells(md), "code-host", 15)
 
