@@ -38,6 +38,8 @@ FIGURE = 720
 MARGIN = 28
 BAR = 26
 """Height of a strip."""
+IN = "in "
+"""Before what is saved of a parameter."""
 SMALL = 9.5
 GLYPH = 22
 PAD = 24
@@ -249,8 +251,9 @@ def _amount(card: Card) -> str:
 
 
 def _names(card: Card) -> str:
-    more = len(card.kinds) - 4
-    return ", ".join([plain(h.name) for h in card.kinds[:4]]) + (f" and {more} more" if more > 0 else "")
+    names = list(dict.fromkeys(plain(h.parameter) for h in card.kinds))
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def _map(d: Drawing, layout: Layout) -> list[Block]:
@@ -428,33 +431,45 @@ def _who(d: Drawing, cell: Cell, *, named: bool) -> str:
 
 
 def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[Block]:
-    """What is cut so: a line for each kind, or two where one would be too long."""
-    shown = card.kinds[:most] if most and len(card.kinds) > most + 1 else card.kinds
-    details = [_details(h) for h in shown]
-    names = max(text_width(plain(h.name), 12) for h in shown) + 18
-    one_line = names + max(text_width(t, 12) for t in details) <= d.room
-    for h, said in zip(shown, details, strict=True):
-        yield Block(18 if one_line else 33, partial(_kind, d, h, said, names if one_line else 0.0))
-    if len(shown) < len(card.kinds):
-        said = f"and {count(len(card.kinds) - len(shown), 'more kind', 'more kinds')}"
-        yield Block(18, partial(_kind, d, None, said, 0.0))
+    """What is cut so: a line for each parameter, with all that is saved of it, or two where one would be too long."""
+    together: dict[tuple[object, ...], list[Holding]] = {}
+    for h in card.kinds:
+        together.setdefault((h.parameter, h.shape, h.count, h.padding, h.padded), []).append(h)
+    lines = [(same[0].parameter, _details(same)) for same in together.values()]
+    shown = lines[:most] if most and len(lines) > most + 1 else lines
+    names = max(text_width(plain(name), 12) for name, _ in shown) + 18
+    one_line = names + max(text_width(said, 12) for _, said in shown) <= d.room
+    for name, said in shown:
+        lines_below = 0 if one_line else 1 + (text_width(said, 11) > d.room - 14)
+        yield Block(18 + 15 * lines_below, partial(_kind, d, name, said, names if one_line else 0.0))
+    if len(shown) < len(lines):
+        said = f"and {count(len(lines) - len(shown), 'more kind', 'more kinds')}"
+        yield Block(18, partial(_kind, d, "", said, 0.0))
 
 
-def _details(holding: Holding) -> str:
-    mine = part(holding)
-    said = [f"{holding.dtype} {shape(holding.shape)}"]
-    said += [f"{holding.count:,} tensors"] if holding.count > 1 else []
+def _details(same: Sequence[Holding]) -> str:
+    """What is said of a parameter's tensors, which differ in component and dtype only."""
+    first = same[0]
+    mine, dtypes = part(first), dict.fromkeys(h.dtype for h in same)
+    said = [f"{'/'.join(dtypes)} {shape(first.shape)}"]
+    said += [f"{first.count:,} tensors"] if first.count > 1 else []
     said += [f"a rank has {mine}"] if mine else []
-    if holding.padding:
-        most = "up to " if len(holding.groups) > 1 else ""
-        said.append(f"{most}{count(holding.padding, 'element')} of padding on {ranks_named(holding.padded)}")
+    if first.padding:
+        most = "up to " if len(first.groups) > 1 else ""
+        said.append(f"{most}{count(first.padding, 'element')} of padding on {ranks_named(first.padded)}")
+    parts = [h.state or h.component for h in same]
+    if parts != ["model"]:
+        said.append(IN + ", ".join(parts))
     return ", ".join(said)
 
 
-def _kind(d: Drawing, holding: Holding | None, said: str, aside: float, y: float) -> None:
-    if holding is not None:
-        d.text(d.margin, y + 12, holding.name, room=d.room)
-    if aside or holding is None:
+def _kind(d: Drawing, name: str, said: str, aside: float, y: float) -> None:
+    if name:
+        d.text(d.margin, y + 12, name, room=d.room)
+    if aside or not name:
         d.text(d.margin + aside, y + 12, said, look="f", room=d.room - aside)
-    else:
-        d.text(d.margin + 14, y + 26, said, 11, look="f", room=d.room - 14)
+        return
+    head, found, parts = said.partition(f", {IN}")
+    rows = [head, IN + parts] if found and text_width(said, 11) > d.room - 14 else [said]
+    for at, row in enumerate(rows):
+        d.text(d.margin + 14, y + 26 + 14 * at, row, 11, look="f", room=d.room - 14)

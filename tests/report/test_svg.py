@@ -117,7 +117,7 @@ def test_every_kind_is_on_a_page_and_pages_are_not_long(name: str) -> None:
     drawn = svg.pages(layout, "t")
     assert all(float(ET.fromstring(p).get("height", 0)) <= svg.TALL + 60 for p in drawn)  # noqa: S314
     texts = " ".join(ET.tostring(ET.fromstring(p), encoding="unicode", method="text") for p in drawn)  # noqa: S314
-    assert all(h.name in texts for h in layout.holdings)
+    assert all(h.parameter in texts and (h.state or h.component) in texts + " model" for h in layout.holdings)
     assert sum(len(c.kinds) for c in cards(layout)) == len(layout.holdings)
 
 
@@ -236,6 +236,14 @@ def test_groups_that_are_cut_along_other_axes() -> None:
         ("layers 1, along axis 1", ["0:3", "3:6"]),
     ]
     assert part(holding) == "[4, 6] or [8, 3]"
+
+
+def test_all_that_is_saved_of_a_parameter_is_one_line() -> None:
+    texts = [t.text for page in svg.pages(of(REAL[1]), "t") for t in labels(ET.fromstring(page))]  # noqa: S314
+    at = texts.index("model.layers.{0..1}.mlp.gate_proj.weight")
+    assert texts[at + 1] == (
+        "F32/BF16 [32, 80], 2 tensors, a rank has [32, 40], in master_weights, moment1_0, moment2_0, ema, model"
+    )
 
 
 def test_ranks_in_few_letters() -> None:

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import LogicalTensor
+from ckpttool.catalog import Key, LogicalTensor
 from ckpttool.geometry import Box
 from ckpttool.names import SLOT, templates
 from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
@@ -64,6 +64,16 @@ class Holding:
     """Elements of padding that the ranks store besides, in one of these tensors."""
     padded: Ranks = ()
     """The ranks that store some, in any of these tensors."""
+    component: str = "model"
+    state: str = ""
+    """Of an optimizer."""
+
+    @property
+    def parameter(self) -> str:
+        """What the tensors belong to, with the numbers collapsed; their own name for model weights."""
+        if self.component == "model":
+            return self.name
+        return self.name.removeprefix(f"{self.component}/").removesuffix(f"/{self.state}" if self.state else "")
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -100,11 +110,13 @@ def layout_of(listing: Listing) -> Layout:
         stored[holders.rank(s)] += s.nbytes
     kinds: dict[tuple[str, str, tuple[int, ...]], dict[_Pattern, list[tuple[int, ...]]]] = {}
     known: dict[tuple[object, ...], _Pattern] = {}
+    keys: dict[str, Key] = {}
     for (template, numbers), tensor in zip(templates([str(t.key) for t in tensors]), tensors, strict=True):
         raw = _raw_pattern(tensor, holders)
         pattern = known.get(raw)
         if pattern is None:
             pattern = known[raw] = _pattern(tensor, holders)
+        keys[template] = tensor.key
         kinds.setdefault((template, tensor.dtype, tensor.shape), {}).setdefault(pattern, []).append(numbers)
     holdings = []
     layers: dict[str, dict[int, set[int]]] = {}
@@ -121,7 +133,8 @@ def layout_of(listing: Listing) -> Layout:
         padding = max(p[3] for p in patterns)
         padded = tuple(sorted({r for p in patterns for r in p[4]}))
         name = _fill(template, slots)
-        holdings.append(Holding(name, dtype, shape, len(everything), tuple(groups), padding, padded))
+        key, n = keys[template], len(everything)
+        holdings.append(Holding(name, dtype, shape, n, tuple(groups), padding, padded, key.component, key.state))
     return Layout(holders.text, holders.world, tuple(holdings), stored, _stages(layers, holders.world))
 
 
