@@ -15,8 +15,15 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import OutputError
-from ckpttool.formats.base import OpenOptions
+from ckpttool.findings import CheckResult
+from ckpttool.formats.base import OpenOptions, StoredCheckpoint
+from ckpttool.kernels.stats import Histogram, Stats
+from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.answer import InspectRequest, everything
+from ckpttool.ops.inspect.listing import Listing, Row
+from ckpttool.ops.inspect.survey import Survey, Wish
+from ckpttool.ops.inspect.values import Values
+from ckpttool.report.page import render
 from ckpttool.report.survey import document
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.tensorfile import Raw, write
@@ -269,3 +276,27 @@ def test_documents_have_each_section_once(model: Path) -> None:
     made = document(everything(model, OpenOptions(), InspectRequest(stats=True, html=Path("r.html"))))
     ids = [s["id"] for s in made["sections"]]
     assert ids == ["sizes", "norms", "extremes", "outliers", "zeros", "findings", "tensors"]
+
+
+def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, rng = 2000, np.random.default_rng(0)
+    rows = [
+        Row(f"model.layers.{i // 256}.mlp.experts.{i % 256}.up.weight", "BF16", (64, 99), 12672, -1, 0, 1)
+        for i in range(n)
+    ]
+    std = 0.02 * np.exp(rng.normal(0, 0.15, n))
+    low, high = -5.5 * std * rng.uniform(0.9, 1.1, n), 5.5 * std * rng.uniform(0.9, 1.1, n)
+    values = []
+    for row, s, a, b, mean in zip(rows, std.tolist(), low.tolist(), high.tolist(), rng.normal(0, 1e-5, n), strict=True):
+        bins = np.exp(-0.5 * (np.linspace(a, b, 20) / s) ** 2)
+        stats = Stats(6336, a, b, float(mean), s, max(b, -a), 0, 0, int(rng.poisson(9)), None)
+        values.append(Values(row, stats, Histogram((), tuple(map(int, rng.poisson(600 * bins))))))
+    found = Survey(Wish(stats=True), Path("x"), CheckResult(Path("x")))
+    stored = StoredCheckpoint("hf", Path("x"), [], [], Mesh())
+    found.listing = Listing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
+    found.values = tuple(values)
+    made = document(found)
+    empty = len(render({**made, "tensors": {"names": [], "columns": []}}))
+    packing = sys.modules["ckpttool.report.page.pack"]
+    monkeypatch.setattr(packing, "_FIDELITY", vars(packing)["_FIDELITY"][-1:])  # that of 100,000 tensors
+    assert (len(render(made)) - empty) * 100_000 / n < 2_000_000 - empty
