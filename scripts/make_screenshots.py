@@ -53,7 +53,10 @@ def main() -> int:
         shutil.copytree(ROOT / "fixtures/merge/inputs", Path(folder) / "models")
         with contextlib.chdir(folder):  # the page shows where DST and the sources are
             ckpttool(*MERGE.split(), "--report", "merged.html")
-        take(opened(browser, Path(folder) / "merged.html", "light", 1060, 900), "merge-report", "#distance-by-layer")
+        page = opened(browser, Path(folder) / "merged.html", "light", 1060, 900)
+        page.locator("#distance-by-layer").scroll_into_view_if_needed()
+        page.wait_for_timeout(500)  # for what is above it to be as high as it will be
+        take(page, "merge-report", "#distance-by-layer")
         for theme in ("light", "dark"):
             take(opened(browser, reports["deepseek"], theme, 1200, 860), f"report-{theme}")
             take(opened(browser, reports["deepseek"], theme, 400, 860), f"report-narrow-{theme}")
