@@ -408,14 +408,17 @@ def test_100_000_tensors_with_statistics_are_less_than_2_mb(many: str) -> None:
 
 
 def test_100_000_tensors_are_interactive_within_a_second(open_page: Opened, many: str) -> None:
-    """Of the main thread's own time, which other programs on the machine do not lengthen."""
+    """Of processor time, which other programs on the machine do not lengthen: that of all threads of the page's process.
+
+    (The time of the main thread alone begins anew with every page, so two readings around a load say nothing.)
+    """
     page = open_page("<!doctype html><main><section>x</section></main>")
     session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    session.send("Performance.enable")
 
     def busy() -> float:
         metrics = session.send("Performance.getMetrics")["metrics"]
-        return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
+        return float(next(m["value"] for m in metrics if m["name"] == "ProcessTime"))
 
     def spent(act: Any) -> float:
         before = busy()
@@ -430,7 +433,8 @@ def test_100_000_tensors_are_interactive_within_a_second(open_page: Opened, many
         page.reload()
         page.wait_for_selector(f"{GRID} tbody tr[data-at]")
 
-    assert spent(load) < 1
+    loading = spent(load)
+    assert 0.1 < loading < 1  # less, and nothing was measured
     assert count(page).startswith("100,000 tensors")
     assert spent(lambda: page.fill(SEARCH, "layers.17. experts 3.up")) < 1
     assert page.evaluate("performance.getEntriesByName('ckpttool:filtered').length") > 0
