@@ -67,7 +67,7 @@ def main() -> int:
         page.locator("#tensors tr[data-at]").first.click()
         take(page, "report-tensor", "dialog")
         take(opened(browser, reports["ranks"], "dark", 1060, 860), "report-ranks", "#ranks")
-        take(opened(browser, reports["change"], "light", 1200, 860), "report-change", "#drift")
+        take(opened(browser, reports["change"], "light", 1260, 860), "report-change", "#drift")
         browser.close()
     return 0
 
