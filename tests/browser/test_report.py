@@ -408,7 +408,7 @@ def test_100_000_tensors_with_statistics_are_less_than_2_mb(many: str) -> None:
 
 
 def test_100_000_tensors_are_interactive_within_a_second(open_page: Opened, many: str) -> None:
-    """Of processor time, which other programs on the machine do not lengthen: that of all threads of the page's process.
+    """Of processor time, which other programs do not lengthen: that of all threads of the page's process.
 
     (The time of the main thread alone begins anew with every page, so two readings around a load say nothing.)
     """
