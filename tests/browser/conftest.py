@@ -15,7 +15,14 @@ from ckpttool.report.page.document import Document
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Collect the folder only where the command line names it, as `make test-browser` does."""
+    named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    return None if any(path.resolve().is_relative_to(HERE) for path in named) else True
 
 
 @pytest.fixture(scope="session")
