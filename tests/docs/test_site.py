@@ -82,8 +82,8 @@ def test_links(place: str, target: str, site: str | None) -> None:
 
 
 def test_links_in_code_stay() -> None:
-    text = '[a](docs/a.md) `[b](docs/b.md)`\n\n```text\n[c](docs/c.md)\n```\n<img src="docs/d.svg">\n'
-    want = text.replace("(docs/a.md)", "(a.md)").replace('"docs/d.svg"', '"d.svg"')
+    text = '[a](docs/merge.md) `[b](docs/reshard.md)`\n\n```text\n[c](docs/formats.md)\n```\n<img src="docs/images">\n'
+    want = text.replace("(docs/merge.md)", "(merge.md)").replace('"docs/images"', '"images"')
     assert hooks.replaced(text, lambda target: hooks.site_target("index.md", target)) == want
 
 
