@@ -29,6 +29,9 @@ CLIPPED = """() => [...document.querySelectorAll("article *")].filter(e => {
 """What sticks out of the window and lies in nothing that scrolls."""
 
 DARK = "matchMedia('(prefers-color-scheme: dark)').matches"
+OPTIONS = {"resultTypes": ["violations"], "preload": False}
+"""For axe-core: not to ask for style sheets once more, which a browser refuses on file://."""
+
 LOOKED_AT = {
     "index.html",
     "merge.html",
@@ -94,7 +97,7 @@ def test_every_page(site: Path, page: Page) -> None:
         found += [f"{name}: sticks out: {element}" for element in page.evaluate(CLIPPED)]
         if not everywhere and str(name) not in LOOKED_AT:
             continue
-        for violation in axe.run(page).response["violations"]:
+        for violation in axe.run(page, options=OPTIONS).response["violations"]:
             found += [f"{name}: {violation['id']}: {node['html'][:160]}" for node in violation["nodes"]]
     assert not found, "\n".join(found)
 
