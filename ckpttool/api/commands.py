@@ -133,7 +133,7 @@ def merge(
     page = None if report is None else Path(report)
     if recipe is None:
         recoding = Recoding(None, precision) if precision else None
-        return Merging(prepare_one(names[0], opened, wanted, selection, recoding), page)
+        return Merging(prepare_one(names[0], opened, wanted, selection, choices, recoding), page)
     return Merging(prepare(recipe, opened, wanted, selection, choices), page)
 
 

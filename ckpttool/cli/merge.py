@@ -138,7 +138,7 @@ def merge(
         )
     recipe = asked(sources, method=how.method, weights=how.weights, base=how.base, params=how.param or ())
     if recipe is None:
-        prepared = prepare_one(sources[0], opened, target, selection, recoding(out.dequant, ""))
+        prepared = prepare_one(sources[0], opened, target, selection, choices, recoding(out.dequant, ""))
     else:
         prepared = prepare(recipe, opened, target, selection, choices)
     if how.report is not None:

@@ -182,3 +182,14 @@ def test_short_names() -> None:
     refs = [ModelRef("/m/a/v1"), ModelRef("/m/b/v1", ("/l/v2",)), ModelRef("hf://org/v1"), ModelRef("s3://b/k/a/v1/")]
     assert list(short_names(refs).values()) == ["m/a/v1", "b/v1+v2", "hf://org/v1", "k/a/v1"]
     assert short_names([ModelRef("/m/a"), ModelRef("a")])["a"].endswith("/a")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--card"], "--card has"), (["--seed", "3", "--vocab", "min"], "--vocab and --seed have")],
+)
+def test_flags_of_a_merge_need_several_sources(tmp_path: Path, options: list[str], named: str) -> None:
+    done = ckpttool("merge", Path(__file__).parents[2] / "fixtures/llama_tp8", "-o", tmp_path / "dst", *options)
+    assert done.code == 2
+    assert f"{named} no effect with one source" in done.err
+    assert not (tmp_path / "dst").exists()

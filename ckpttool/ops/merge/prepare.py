@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,6 +69,15 @@ class MergeOptions:
     card: bool = False
     dequant: str = ""
     """The dtype that quantised weights count as; "" is what each model's config says."""
+
+    def check_one(self) -> None:
+        """Raises UsageError for flags that do nothing where there is one source."""
+        usual = MergeOptions(dequant=self.dequant)
+        said = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+        if said:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in said)
+            has = "has" if len(said) == 1 else "have"
+            raise UsageError(f"{names} {has} no effect with one source", hint="omit it, or name another source")
 
 
 @dataclass(slots=True)
@@ -186,12 +195,19 @@ def prepare(
 
 
 def prepare_one(
-    src: AnyPlace, options: OpenOptions, target: Target, selection: Selection, recoding: Recoding | None = None
+    src: AnyPlace,
+    options: OpenOptions,
+    target: Target,
+    selection: Selection,
+    choices: MergeOptions,
+    recoding: Recoding | None = None,
 ) -> PreparedMerge:
     """Plan how the shards of one checkpoint become one whole checkpoint, or what ``target`` says.
 
     Paddle's checkpoints keep all components that a unified checkpoint can hold: the result can be trained on.
+    Raises UsageError for ``choices`` that only a merge of several has.
     """
+    choices.check_one()
     source = open_checkpoint(src, options)
     if parts_of(source.stored) is not None:
         raise UsageError(
