@@ -291,7 +291,9 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
 
     NaN equals NaN and an infinity itself; the difference from a NaN is NaN.
     """
-    if left.dtype == right.dtype and np.array_equal(left.view(np.uint8), right.view(np.uint8)):
+    # A tensor without axes has no view of another width.
+    one, two = np.atleast_1d(left), np.atleast_1d(right)
+    if left.dtype == right.dtype and np.array_equal(one.view(np.uint8), two.view(np.uint8)):
         return np.zeros(left.shape, np.bool_), 0.0  # the common case, many times faster
     if left.dtype == right.dtype and left.dtype in (np.int64, np.uint64):
         return _integers_differ(left, right, atol, rtol)
@@ -314,13 +316,15 @@ def _integers_differ(left: Array, right: Array, atol: float, rtol: float) -> tup
 
 
 def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
-    """Where two blocks of one dtype differ in any bit, and the largest absolute difference of floats there."""
+    """Where two blocks of one dtype differ in any bit, and the largest absolute difference there."""
     kind = np.dtype(f"u{left.dtype.itemsize}") if left.dtype.itemsize <= 8 else np.dtype((np.void, left.dtype.itemsize))
     wrong = np.ascontiguousarray(left).view(kind) != np.ascontiguousarray(right).view(kind)
-    if left.dtype.kind in "iubc" or not wrong.any():
+    wrong = wrong.reshape(left.shape)  # a tensor without axes got one on the way
+    if not wrong.any():
         return wrong, 0.0
+    wide = np.complex128 if left.dtype.kind == "c" else np.float64
     with np.errstate(all="ignore"):
-        gap = np.abs(left[wrong].astype(np.float64) - right[wrong].astype(np.float64))
+        gap = np.abs(left[wrong].astype(wide) - right[wrong].astype(wide))
     return wrong, float("nan") if np.isnan(gap).any() else float(gap.max())
 
 

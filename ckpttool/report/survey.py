@@ -111,7 +111,12 @@ def _verdict(survey: Survey) -> str:
 def _compared(diff: DiffResult) -> str:
     if diff.ok:
         return "equal" if diff.values else "equal names, dtypes and shapes"
-    return f"{diff.changed:,} of {count(diff.compared, 'tensor')} changed"
+    alone = [
+        f", {len(names):,} only {side}"
+        for names, side in ((diff.only_left, "here"), (diff.only_right, "there"))
+        if names
+    ]
+    return f"{diff.changed:,} of {count(diff.compared, 'tensor')} changed" + "".join(alone)
 
 
 def _printed(value: Any) -> Any:
@@ -166,6 +171,9 @@ def document(survey: Survey) -> Document:
 def _notes(survey: Survey) -> list[str]:
     listing, diff = survey.listing, survey.diff
     out = [*survey.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
+    for where, components in (("here", diff.components_left), ("there", diff.components_right)) if diff else ():
+        if components:
+            out.append(f"not compared: {', '.join(components)}, only {where}")
     if survey.values and (bare := sum(v.stats is None for v in survey.values)):
         have = "has" if bare == 1 else "have"
         out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
@@ -293,7 +301,7 @@ def l2(stats: Stats | None) -> float | None:
 
 
 def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
-    """How far each tensor is from OTHER's: 0 for equal ones, None for those that were not compared."""
+    """How far each tensor is from OTHER's: 0 for equal ones, None where it is not known."""
     changed = {d.name: d for d in diff.elements}
     alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
     far: Values = []
@@ -304,9 +312,10 @@ def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
             far.append(found.relative)
             angle.append(found.cosine)
             continue
-        # Under Hugging Face names, a name of this side may be none that was compared.
-        equal = row.component in diff.by_component and row.name not in alone and not diff.renamed
-        far.append(0.0 if equal else None)
+        # Under Hugging Face names, a name of this side may be none that was compared; and what is within a tolerance
+        # need not be equal.
+        compared = row.component in diff.by_component and row.name not in alone and not diff.renamed
+        far.append(0.0 if compared and diff.tolerance is None else None)
         angle.append(None)
     told = "Norm of the difference by the norm of the other side's tensor"
     return [
@@ -466,6 +475,8 @@ def _drift(drift: Drift, other: str) -> Iterator[Section]:
     layers = [layers[i] for i in natural_order(layers)]
     modules = [d.name for d in drift.modules]
     of = "" if drift.component == "model" else f" ({drift.component})"
-    said = f"The norm of the difference by the norm of {other}'s tensors; an empty cell has not changed."
+    said = (
+        f"The norm of the difference by the norm of {other}'s tensors. In an empty cell, no compared element differs."
+    )
     values = [[drift.cells.get((layer, module)) for module in modules] for layer in layers]
     yield _map("drift", f"Change by layer and module{of}", said, layers, modules, values, "relative change")

@@ -117,6 +117,23 @@ def floats(values: list[float], dtype: str = "F32") -> Raw:
     return Raw(dtype, data.view(np.uint32) if dtype == "F32" else (data.view(np.uint32) >> 16).astype(np.uint16))
 
 
+@pytest.mark.parametrize("options", [["--values"], ["--atol", 0.1]])
+def test_a_number_alone_and_whole_numbers_are_compared(tmp_path: Path, options: list[object]) -> None:
+    def made(root: str, scale: float, step: int) -> Path:
+        alone = Raw("F32", np.asarray(scale, np.float32).view(np.uint32))
+        whole = Raw("I32", np.asarray([1, -7, step], np.int32))
+        return save_hf(tmp_path / root, {"alone": alone, "whole": whole, "same": Raw("F32", np.uint32(7).reshape(()))})
+
+    left = made("left", 3.5, 10)
+    assert diff(left, made("equal", 3.5, 10), *options)[0] == 0
+    code, answer = diff(left, made("right", -3.5, 40), *options)
+    found = {d["name"]: (d["different"], d["first"], d["max_abs"], d["relative"]) for d in answer["elements"]}
+    assert code == 3
+    assert found["alone"] == (1, [], 7.0, 2.0)
+    assert found["whole"][:3] == (1, [2], 30.0)
+    assert found.keys() == {"alone", "whole"}
+
+
 def test_tolerance(tmp_path: Path) -> None:
     left = save_hf(tmp_path / "left", {"a": floats([1, 2, 3, np.nan, np.inf])})
     right = save_hf(tmp_path / "right", {"a": floats([1.001, 2, 3.3, np.nan, np.inf])})

@@ -300,3 +300,31 @@ def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.
     packing = sys.modules["ckpttool.report.page.pack"]
     monkeypatch.setattr(packing, "_FIDELITY", vars(packing)["_FIDELITY"][-1:])  # that of 100,000 tensors
     assert (len(render(made)) - empty) * 100_000 / n < 2_000_000 - empty
+
+
+def test_what_was_not_compared_is_told(tmp_path: Path) -> None:
+    tensors = llama("F32")
+    left = saved(tmp_path / "left", tensors)
+    name = "model.norm.weight"
+    right = saved(tmp_path / "right", {n: t for n, t in tensors.items() if n != name})
+    done, made = report(left, tmp_path / "r.html", "--diff", right)
+    assert done.code == 3
+    assert dict(made["facts"])["Difference"] == f"0 of {len(tensors) - 1} tensors changed, 1 only here"
+
+
+def test_a_component_of_one_side_is_told(tmp_path: Path) -> None:
+    whole = Path("fixtures/paddle_unified/nlp_llama_bf16_tp2_ignore_merge")
+    model = tmp_path / "model"
+    assert ckpttool("reshard", whole, model, "--to", "hf", "--only", "model", "-q").code == 0
+    _, made = report(whole, tmp_path / "r.html", "--diff", model)
+    assert [n for n in made["notes"] if n.startswith("not compared: ")], made["notes"]
+
+
+def test_within_a_tolerance_no_change_is_not_told_as_zero(tmp_path: Path) -> None:
+    def made(root: str, step: float) -> Path:
+        return saved(tmp_path / root, {"a": Raw("F32", np.asarray([1, 1 + step], np.float32).view(np.uint32))})
+
+    left, right = made("left", 0.001), made("right", 0.0)
+    done, found = report(left, tmp_path / "r.html", "--diff", right, "--atol", "0.01")
+    assert (done.code, columns(found)["relative"]) == (0, [None])
+    assert columns(report(left, tmp_path / "r.html", "--diff", left, "--values")[1])["relative"] == [0.0]

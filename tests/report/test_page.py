@@ -57,8 +57,8 @@ def unpacked(page: str, column: str) -> list[Any]:
         return [packed["values"][i] for i in whole(pool, packed["index"])]
     if "whole" in packed:
         return [None if n == 0 else n - 1 for n in whole(pool, packed["whole"])]
-    exponents = [e - 128 for e in whole(pool, packed["decimal"]["e"])]
-    special = {-128: None, 127: math.nan, 126: math.inf, -126: -math.inf}
+    exponents = [e - 512 for e in whole(pool, packed["decimal"]["e"])]
+    special = {-512: None, 511: math.nan, 510: math.inf, -510: -math.inf}
     mantissas = [(m >> 1) ^ -(m & 1) for m in whole(pool, packed["decimal"]["m"])]
     return [special[e] if e in special else float(f"{m}e{e}") for m, e in zip(mantissas, exponents, strict=True)]
 
@@ -85,21 +85,21 @@ def test_names_and_columns_come_back() -> None:
 
 
 def test_numbers_at_their_ends_come_back() -> None:
-    values = [0.0, -0.0, None, math.inf, -math.inf, 1.5, -2.25e-30, 9.999996e10, 3.4e38, 1e-45]
-    sizes = [0, None, 1, (1 << 53) - 2, 7, 7, 7, 7, 7, 7]
+    values = [0.0, -0.0, None, math.inf, -math.inf, 1.5, -2.25e-30, 9.999996e10, 3.4e38, 1e-45, -1e300, 2e-300]
+    sizes = [0, None, 1, (1 << 53) - 2, *[7] * 8]
     page = render(
         document_of(
             {"id": "number", "title": "number", "kind": "number", "values": [*values, math.nan]},
             {"id": "bytes", "title": "size", "kind": "bytes", "values": [*sizes, 3]},
-            {"id": "text", "title": "text", "kind": "text", "values": ["a", None, *["b"] * 9]},
-            names=[f"t{i}" for i in range(11)],
+            {"id": "text", "title": "text", "kind": "text", "values": ["a", None, *["b"] * 11]},
+            names=[f"t{i}" for i in range(13)],
         )
     )
     *found, last = unpacked(page, "number")
     assert found == [None if v is None else float(f"{v:.5e}") for v in values]
     assert math.isnan(last)
     assert unpacked(page, "bytes") == [*sizes, 3]
-    assert unpacked(page, "text") == ["a", None, *["b"] * 9]
+    assert unpacked(page, "text") == ["a", None, *["b"] * 11]
 
 
 def test_histograms_keep_their_form() -> None:

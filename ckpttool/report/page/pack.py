@@ -27,8 +27,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _FIDELITY = ((20_000, 6, 15), (50_000, 4, 7), (math.inf, 3, 7))
 """Up to how many tensors; significant digits of their numbers; height of a histogram's highest bin."""
-_NO, _NAN, _INF, _NEGATIVE_INF = -128, 127, 126, -126
-"""Exponents that stand for no number, and for those that are not finite."""
+_NO, _NAN, _INF, _NEGATIVE_INF = -512, 511, 510, -510
+"""Exponents that stand for no number, and for those that are not finite; those of float64 lie between."""
 _DICTIONARY = ("text", "code", "shape")
 _WHOLE = ("bytes", "count")
 _WIDEST = 1 << 53
@@ -140,11 +140,8 @@ def _decimal(values: Sequence[float | None], digits: int, pool: Pool) -> dict[st
             text = f"{v:.{digits - 1}e}"  # Python rounds it right; the same text comes from the page's own numbers
             head, _, tail = text.partition("e")
             m, e = int(head.replace(".", "")), int(tail) - digits + 1
-            if not -120 <= e <= 120:
-                # Of float64 alone; a text would cost all others a column.
-                m, e = (0, 0) if e < 0 else (0, _INF if v > 0 else _NEGATIVE_INF)
         mantissas.append(m)
-        exponents.append(e + 128)
+        exponents.append(e - _NO)
     return {
         "m": pool.whole(np.asarray([(m << 1) ^ (m >> 63) for m in mantissas], np.int64)),
         "e": pool.whole(_array(exponents)),

@@ -33,16 +33,16 @@ function decimalNumbers(pool, { m, e }) {
   const mantissas = wholeNumbers(pool, m);
   const exponents = wholeNumbers(pool, e);
   const texts = new Map();
-  const special = new Map([[127, "nan"], [126, "inf"], [-126, "-inf"]]);
+  const special = new Map([[511, "nan"], [510, "inf"], [-510, "-inf"]]);
   for (let i = 0; i < mantissas.length; i += 1) {
-    const exponent = exponents[i] - 128;
+    const exponent = exponents[i] - 512;
     const zigzag = mantissas[i];
     const whole = zigzag % 2 ? -(zigzag + 1) / 2 : zigzag / 2;
-    if (exponent === -128) mantissas[i] = NaN;
+    if (exponent === -512) mantissas[i] = NaN;
     else if (special.has(exponent)) {
       texts.set(i, special.get(exponent));
-      mantissas[i] = exponent === 126 ? Infinity : exponent === -126 ? -Infinity : NaN;
-    } else mantissas[i] = exponent < 0 ? whole / 10 ** -exponent : whole * 10 ** exponent;
+      mantissas[i] = exponent === 510 ? Infinity : exponent === -510 ? -Infinity : NaN;
+    } else mantissas[i] = exponent < -300 ? Number(`${whole}e${exponent}`) : exponent < 0 ? whole / 10 ** -exponent : whole * 10 ** exponent;
   }
   return { keys: mantissas, texts };
 }
