@@ -122,7 +122,7 @@ def test_a_number_alone_and_whole_numbers_are_compared(tmp_path: Path, options: 
     def made(root: str, scale: float, step: int) -> Path:
         alone = Raw("F32", np.asarray(scale, np.float32).view(np.uint32))
         whole = Raw("I32", np.asarray([1, -7, step], np.int32))
-        return save_hf(tmp_path / root, {"alone": alone, "whole": whole, "same": Raw("F32", np.uint32(7).reshape(()))})
+        return save_hf(tmp_path / root, {"alone": alone, "whole": whole, "same": Raw("F32", np.asarray(7, np.uint32))})
 
     left = made("left", 3.5, 10)
     assert diff(left, made("equal", 3.5, 10), *options)[0] == 0
