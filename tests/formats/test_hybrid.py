@@ -409,6 +409,17 @@ def test_every_tensor_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert_same(logical(ck, save.axes.__getitem__), save.truth)
 
 
+def test_one_rank_of_two_is_not_a_model(tmp_path: Path) -> None:
+    """Only rank 0 is there: its name and config.json say that there are more."""
+    half = tmp_path / "half"
+    shutil.copytree(FIXTURES / "nlp_tp2", half)
+    (half / "model_meta.json").unlink(missing_ok=True)
+    for file in half.glob("*.tp01.*"):
+        file.unlink()
+    with pytest.raises(IncompleteError, match=r"files are missing: model_state\.tp01\.pdparams"):
+        Hybrid().read(list_source(half), ReadOptions())
+
+
 def test_a_trainer_s_checkpoint_is_that_of_a_run_in_one_process() -> None:
     ck = read(FIXTURES / "ep2_tp2_sharding2_ema")
     assert ck.format == "zcc"

@@ -266,7 +266,8 @@ def _degrees(found: _Found, meta: hybrid_names.ModelMeta | None, config: Mapping
                 most[axis] = max(most[axis], getattr(ranks, axis) + 1)
     if meta is None:
         said = config.get("tensor_parallel_degree", config.get("tensor_model_parallel_size"))
-        if most["tp"] > 1 and type(said) is int:
+        # Files are called tpNN where there are several ranks only: rank 0 alone is not all of them.
+        if type(said) is int and any("tp" in ranks.axes for files in found.kinds.values() for ranks in files):
             most["tp"] = max(most["tp"], said)
         sizes = _Degrees(most["tp"], most["pp"], most["shard"], most["ep"], most["moe"])
     else:
@@ -332,7 +333,7 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
             f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'} missing: {shown}",
             where=found.roots,
             hint="a save over several nodes leaves a part on each: bring the files together, or name the other"
-            " directories as well",
+            " directories with --also",
         )
 
 
