@@ -21,7 +21,7 @@ from ckpttool.formats.megatron import Megatron, MegatronDist
 from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
 from ckpttool.formats.parts import Diffusers, MultiPart, SentenceTransformers
 from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.runs import Run, RunError, is_run, named_saves
+from ckpttool.formats.runs import Run, RunError, Save, is_run, named_saves, names_in, unwritten
 from ckpttool.formats.runs import find as find_run
 from ckpttool.formats.torch import (
     ByteCheckpoint,
@@ -148,12 +148,13 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
             where=str(listing.path(listing.single)),
             hint=stranger.hint,
         )
-    shown = ", ".join(listing.names[:6]) + (" ..." if len(listing.names) > 6 else "")
+    inside = [f"files: {_first(listing.names) or 'none'}", *([f"directories: {_first(folders)}"] if folders else [])]
     raise UnsupportedError(
         "no checkpoint format is recognised here",
-        where=[str(listing.root), f"files: {shown or 'none'}"],
+        where=[str(listing.root), *inside],
         hint=below
         or _elsewhere(listing, folders)
+        or _around(listing)
         or "give the directory that holds the weight files; formats: " + ", ".join(READERS),
     )
 
@@ -183,15 +184,16 @@ def run_at(path: Place) -> Run:
 
 def _refuse_run(listing: Listing) -> None:
     """Raises RunError for a directory of several checkpoints."""
+    best = ""
     if isinstance(listing.root, Path):
         run = find_run(listing, recognise)
         names = [s.name for s in run.saves] if is_run(run) else []
+        best = _newest_whole(run.saves) if names else ""
     else:  # as in _elsewhere, by names alone
         names = named_saves(listing)
     if not names:
         return
     root = str(listing.root)
-    best = next((n for n in (*reversed(names[-_TRIED:]), "") if n == "" or _can_be_read(listing.root / n)), "")
     newest = f"the newest that is complete is {best}: {listing.root / best}; " if best else ""
     raise RunError(
         f"this is a directory of {count(len(names), 'checkpoint')}, and one is needed",
@@ -200,10 +202,18 @@ def _refuse_run(listing: Listing) -> None:
     )
 
 
+def _newest_whole(saves: Sequence[Save]) -> str:
+    """The newest of the last few that is complete, by the rules by which `inspect RUN` lists them; "" for none."""
+    last = [s for s in saves if s.step is not None][-_TRIED:]
+    held = [names_in(s.place) for s in last]
+    for save, names in zip(reversed(last), reversed(held), strict=True):
+        if not save.unfinished and not unwritten(names, held) and _can_be_read(save.place):
+            return save.name
+    return ""
+
+
 def _can_be_read(path: Place) -> bool:
-    """Whether the headers of a checkpoint are sound; of one elsewhere nobody looks."""
-    if not isinstance(path, Path):
-        return False
+    """Whether the headers of a checkpoint are sound."""
     try:
         listing = list_source(path)
         found = _surest(listing)  # not detect(), which would look for checkpoints below this one
@@ -225,7 +235,17 @@ def _elsewhere(listing: Listing, folders: Sequence[str]) -> str:
         return ""
     if not folders:
         return listing.root.lost()
-    return f"it has folders: {', '.join(folders[:6])}{' ...' if len(folders) > 6 else ''}; give one with weight files"
+    return "give a directory with weight files"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
+
+
+def _around(listing: Listing) -> str:
+    """A hint when SRC is a small file of a checkpoint, such as its config.json."""
+    around = recognise(list_source(listing.root)) if listing.single else ""
+    return f"this file has no tensors; give its directory: {listing.root}" if around else ""
 
 
 def _below(root: Path, folders: Sequence[str]) -> str:

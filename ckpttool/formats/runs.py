@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.errors import UsageError
 from ckpttool.storage.listing import Listing, natural
-from ckpttool.storage.place import Place, is_link, open_file
+from ckpttool.storage.place import Place, is_link, open_file, scan
 
 _STEPS = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -46,6 +46,10 @@ _MOST = 10_000
 """Directories that are looked at by their names."""
 _STRANGERS = 200
 """Of those that are not called as saves are, these are looked into: SRC may be somebody's home."""
+
+
+_LAST_WRITTEN = ("trainer_state.json", ".checkpoint_done")
+"""What trainers (transformers, PaddleFormers) write when the rest is there."""
 
 
 class Save(NamedTuple):
@@ -83,6 +87,19 @@ def step_of(name: str) -> int | None:
         if found := pattern.findall(name):
             return int(found[-1])
     return None
+
+
+def names_in(place: Place) -> set[str]:
+    """The files directly in a checkpoint; none where it is a file itself, or has gone."""
+    try:
+        return {e.name for e in scan(place) if e.is_file()} if place.is_dir() else set()
+    except OSError:
+        return set()
+
+
+def unwritten(names: Collection[str], others: Sequence[Collection[str]]) -> list[str]:
+    """What trainers write last that is not among the files of a save, and is among those of another of its run."""
+    return [m for m in _LAST_WRITTEN if m not in names and any(m in n for n in others)]
 
 
 def named_saves(listing: Listing) -> list[str]:

@@ -267,6 +267,30 @@ def test_commands_for_one_checkpoint_name_the_newest_complete_one(tmp_path: Path
         assert not (tmp_path / "dst").exists()
 
 
+def test_the_newest_complete_one_is_the_one_that_is_listed_as_such(tmp_path: Path) -> None:
+    """A save without what its trainer writes last, or with an unfinished name, is not called complete in a hint."""
+    for step in (1, 2, 3):
+        save(tmp_path, f"checkpoint-{step}")
+        if step < 3:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    save(tmp_path, "checkpoint-4.tmp")
+    assert "the newest that is complete is checkpoint-2:" in ckpttool("inspect", tmp_path, "--check").err
+    listed = json.loads(ckpttool("inspect", tmp_path, "--json").out)
+    assert listed["resume"] == "checkpoint-2"
+    (tmp_path / "latest").write_text("checkpoint-3")
+    assert "latest names checkpoint-3, which is not complete; the newest that is complete is checkpoint-2" in (
+        ckpttool("inspect", tmp_path).err
+    )
+
+
+def test_a_source_without_a_format_names_its_directories(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "out", "step-1")
+    assert "\n      directories: run\n" in ckpttool("inspect", tmp_path).err
+    one = tmp_path / "run" / "out" / "step-1"
+    (one / "config.json").write_text("{}")
+    assert f"hint: this file has no tensors; give its directory: {one}" in ckpttool("inspect", one / "config.json").err
+
+
 def test_two_of_a_run_are_compared_by_name_step_or_path(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, f"step-{step}")

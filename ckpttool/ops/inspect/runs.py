@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import run_at
-from ckpttool.formats.runs import Run, Save, is_run
+from ckpttool.formats.runs import Run, Save, is_run, names_in, unwritten
 from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
@@ -27,8 +27,6 @@ from ckpttool.words import some
 
 _BROKEN = (IncompleteError, CorruptError, ConflictError)
 """What is wrong with a checkpoint that is not complete; anything else is not known to be wrong."""
-_LAST_WRITTEN = ("trainer_state.json", ".checkpoint_done")
-"""What trainers (transformers, PaddleFormers) write when the rest is there."""
 _SIGNAL = re.compile(r"saved_signal_\d{1,6}")
 """Of each rank of a trainer of Paddle."""
 
@@ -206,7 +204,7 @@ def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
     Others than steps may be models alone: the final one, or the one that training began with.
     """
     places = {s.name: s.place for s in run.saves}
-    names = {r.name: _names(places[r.name]) for r in rows if r.complete and r.step is not None}
+    names = {r.name: names_in(places[r.name]) for r in rows if r.complete and r.step is not None}
     signals: dict[tuple[str, int], set[str]] = {}
     for row in rows:
         signals.setdefault((row.mesh, row.sharding), set()).update(filter(_SIGNAL.fullmatch, names.get(row.name, ())))
@@ -214,28 +212,17 @@ def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
     for row in rows:
         have = names.get(row.name, set())
         others = [n for n in names.values() if n is not have]
-        lost = [m for m in _LAST_WRITTEN if m not in have and any(m in n for n in others)]
-        lost += sorted(signals[row.mesh, row.sharding] - have, key=natural)
+        lost = unwritten(have, others) + sorted(signals[row.mesh, row.sharding] - have, key=natural)
         why = f"{lost[0]} is missing, which its trainer writes last and others here have" if have and lost else ""
         out.append(replace(row, complete=False, why=why) if why else row)
     return out
-
-
-def _names(place: Place) -> set[str]:
-    """The files directly in a checkpoint; none where it is a file itself, or has gone."""
-    try:
-        return {e.name for e in scan(place) if e.is_file()} if place.is_dir() else set()
-    except OSError:
-        return set()
 
 
 def _resume(run: Run, rows: Sequence[Row]) -> tuple[str, str]:
     """The checkpoint from which training goes on, and who says so."""
     if run.marked:
         return run.marked, run.pointer
-    whole = [r for r in rows if r.complete]
-    steps = [r for r in whole if r.step is not None]
-    newest = steps[-1:] or sorted(whole, key=lambda r: r.saved or 0)[-1:]
+    newest = [r for r in rows if r.complete and r.step is not None][-1:]
     return (newest[0].name, "the newest that is complete") if newest else ("", "")
 
 
@@ -245,7 +232,9 @@ def _warnings(run: Run, rows: Sequence[Row], resume: str) -> list[str]:
     if run.pointer and run.marked not in by_name:
         out.append(f"{run.pointer} names a checkpoint that is not here")
     if run.marked in by_name and by_name[run.marked].complete is False:
-        out.append(f"{run.pointer} names {run.marked}, which is not complete")
+        whole = [r.name for r in rows if r.complete and r.step is not None]
+        newest = f"; the newest that is complete is {whole[-1]}" if whole else ""
+        out.append(f"{run.pointer} names {run.marked}, which is not complete{newest}")
     last = next((r for r in reversed(rows) if r.step is not None), None)
     if not run.pointer and last is not None and last.complete is False and resume:
         out.append(f"{last.name} is not complete: a trainer that takes the highest step would resume from it")
