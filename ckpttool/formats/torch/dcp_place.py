@@ -120,7 +120,9 @@ def _below(listing: Listing, depth: int) -> Save | None:
         return None
     config = listing.json("config.json")
     stems = {_stem(n) for n in found}
-    if len(found) > 1 and len(stems) == len(found) and all(len(s.parts) == 1 for s in found.values()):
+    # A note says that a run is in between: a part beside a run is not part of the same save.
+    alike = len({bool(s.notes) for s in found.values()}) == 1
+    if len(found) > 1 and alike and len(stems) == len(found) and all(len(s.parts) == 1 for s in found.values()):
         parts = [p for s in found.values() for p in s.parts]
         return Save(listing, parts, next((s.config for s in found.values() if s.config), config), [])
     chosen, why = _newest(listing, list(found))
@@ -156,7 +158,7 @@ def _newest(listing: Listing, names: Sequence[str]) -> tuple[str, str]:
             where=str(listing.root),
             hint=f"give the directory of one: {some(names)}",
         )
-    return max(names, key=_number), f", the one of {count(len(names), 'save')} with the highest number"
+    return max(names, key=_number), f", the highest number of {count(len(names), 'finished save')}"
 
 
 def _number(name: str) -> int:
