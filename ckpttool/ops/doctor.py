@@ -199,7 +199,7 @@ def _python() -> Iterator[Point]:
         yield Point("python", "packages", WRONG, f"not installed: {', '.join(lost)}", hint)
     else:
         held = ", ".join(f"{name} {_version(name)}" for name in PACKAGES[:3])
-        yield Point("python", "packages", OK, f"all there is need of: {held}, ...")
+        yield Point("python", "packages", OK, f"all that are required: {held}, ...")
 
 
 def _version(name: str) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import plain
-from ckpttool.report.text import dump, write
+from ckpttool.report.tables import width
+from ckpttool.report.text import dump, on_terminal, write
 
 if TYPE_CHECKING:
     from ckpttool.ops.doctor import Health
@@ -34,6 +36,16 @@ def show_health(health: Health, *, as_json: bool, quiet: bool = False) -> None:
         if p.topic != topic:
             write(("\n" if topic else "") + f"{_TITLES[p.topic]}\n")
             topic = p.topic
-        write(f"  {p.verdict:7}  {p.id:{most}}  {plain(p.text)}\n")
+        _line(f"  {p.verdict:7}  {p.id:{most}}  ", plain(p.text))
         if p.hint:
-            write(f"  {'':7}  {'':{most}}  hint: {plain(p.hint)}\n")
+            _line(" " * (13 + most), f"hint: {plain(p.hint)}")
+
+
+def _line(label: str, text: str) -> None:
+    """A point, on a terminal broken between words below its own text."""
+    if on_terminal() and len(label) + len(text) > width():
+        room = max(width(), len(label) + 24)
+        indent = " " * len(label)
+        kept = textwrap.wrap(text, room - len(label), break_long_words=False, break_on_hyphens=False)
+        text = f"\n{indent}".join(kept)
+    write(f"{label}{text}\n")

@@ -10,6 +10,7 @@ import pytest
 
 from ckpttool.execute import probes
 from ckpttool.ops import doctor
+from ckpttool.report import doctor as show
 from tests.helpers.command import ckpttool
 
 
@@ -123,3 +124,15 @@ def test_modules_of_clouds_are_named_as_they_are_imported() -> None:
     assert {m for m, _, _ in doctor.EXTRAS} >= {"boto3", "google.auth", "azure.storage.blob", "ray", "torch"}
     assert not doctor._there("no_such_package.below")
     assert doctor._there("json")
+
+
+def test_a_terminal_is_not_overrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(show, "on_terminal", lambda: True)
+    found = [doctor.Point("place", "space", "ok", "word " * 30), doctor.Point("python", "x", "wrong", "", "hint " * 30)]
+    show.show_health(doctor.Health(tmp_path, found), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.count("word") for line in lines) == 30

@@ -45,7 +45,7 @@ def test_a_finding() -> None:
     assert ckpttool("explain", "[shard-missing]").out.splitlines() == [
         "shard-missing: a finding",
         "  severity:    error",
-        "  meaning:     a shard that the index or the other names speak of is not there",
+        "  meaning:     a shard that the index names, or that is left out in the numbers of the others, is not there",
         "  what to do:  fetch that file",
     ]
 

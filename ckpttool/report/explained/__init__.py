@@ -31,12 +31,15 @@ def page(name: str) -> str:
     return _HERE.joinpath(f"{name}.md").read_text(encoding="utf-8")
 
 
-def explain(name: str) -> str:
-    """What a class of errors or a finding means, as plain text. Raises UsageError for what is neither."""
+def explain(name: str, columns: int = 0) -> str:
+    """What a class of errors or a finding means, as plain text, broken to fit so many columns if there are any.
+
+    Raises UsageError for what is neither.
+    """
     wanted = name.strip().lower().removesuffix("error").strip("[]")
     if wanted in CLASSES:
-        return plain_text(page(wanted))
-    found = [text for p in ("findings", "findings-of-programs") if (text := _row(p, wanted))]
+        return plain_text(page(wanted), columns)
+    found = [text for p in ("findings", "findings-of-programs") if (text := _row(p, wanted, columns))]
     if not found:
         from difflib import get_close_matches
 
@@ -47,16 +50,16 @@ def explain(name: str) -> str:
     return "\n".join(found)
 
 
-def listed() -> str:
+def listed(columns: int = 0) -> str:
     """All classes of errors, and all findings."""
     findings = textwrap.fill(
-        " ".join(SEVERITY), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        " ".join(SEVERITY), columns or 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
     classes = "\n".join(f"  {name:12} {page(name).splitlines()[0].lstrip('# ')}" for name in CLASSES)
     return f"Classes of errors:\n{classes}\n\nFindings of checks:\n{findings}\n"
 
 
-def _row(name: str, finding: str) -> str:
+def _row(name: str, finding: str, columns: int) -> str:
     """The row of a finding, a line for each cell."""
     header: list[str] = []
     for line in page(name).splitlines():
@@ -68,23 +71,42 @@ def _row(name: str, finding: str) -> str:
             said = dict(zip(header, map(_without_links, cells), strict=True))
             lines = [f"{finding}: a finding{of}"]
             lines += [f"  {title + ':':12} {said[title]}" for title in _WORDS if title in said]
-            return "\n".join(lines) + "\n"
+            return "\n".join(_broken(line, columns, 15) for line in lines) + "\n"
     return ""
 
 
-def plain_text(markdown: str) -> str:
-    """A page for a terminal: no marks of Markdown, blocks indented, links by their words."""
+def _broken(line: str, columns: int, indent: int) -> str:
+    """A long line in several, below its own text; as it is without columns."""
+    if len(line) <= columns or not columns:
+        return line
+    return textwrap.fill(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Lines of Markdown, those of one paragraph or item as one line."""
+    out: list[str] = []
+    for line in text.splitlines():
+        if line and out and out[-1] and not line.startswith(("#", "- ", "|")) and not out[-1].startswith(("#", "|")):
+            out[-1] += " " + line.strip()
+        else:
+            out.append(line)
+    return out
+
+
+def plain_text(markdown: str, columns: int = 0) -> str:
+    """A page for a terminal: no marks of Markdown, blocks indented, links by their words, paragraphs broken anew."""
     out: list[str] = []
     for number, part in enumerate(re.split(r"^```.*\n", markdown.partition("\n**Next:**")[0], flags=re.MULTILINE)):
         if number % 2:
             out += [f"    {line}".rstrip() for line in part.splitlines()]
             continue
-        for line in _without_links(part).splitlines():
+        prose = _without_links(part)
+        for line in _paragraphs(prose) if columns else prose.splitlines():
             if line.startswith("#"):
                 title = line.lstrip("# ")
                 out += [title, ("=" if line.startswith("# ") else "-") * len(title)]
             elif not line.startswith("| ---"):
-                out.append(line)
+                out.append(_broken(line, columns, 2 if line.startswith("- ") else 0))
     return "\n".join(out).strip("\n") + "\n"
 
 
