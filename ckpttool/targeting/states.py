@@ -32,7 +32,7 @@ from ckpttool.relate import DerivedTensor
 from ckpttool.states import BETA_POWERS, PADDLE, STEP, TORCH
 from ckpttool.storage.place import DataFile
 from ckpttool.targeting.target import Target
-from ckpttool.words import some
+from ckpttool.words import count, some
 
 Betas = tuple[float, float]
 """Of Adam: how fast its two averages forget."""
@@ -313,16 +313,16 @@ class _Translator:
         for betas in USUAL:
             first, last = self._steps(dict(zip(BETA_POWERS, betas, strict=True)), powers)
             if powers and first == last:
-                return f"they are those of --betas {betas[0]:g},{betas[1]:g} after {first:,} steps"
+                return f"pass --betas {betas[0]:g},{betas[1]:g}, which fits {count(first, 'step')}"
         return ""
 
     def _known_betas(self, key: Key, powers: Mapping[str, tuple[float, str]]) -> Betas:
         betas = self.asked or self._betas.get(key.name)
         if betas is None:
             raise IncompleteError(
-                f"nothing in the checkpoint says the betas of Adam, by which `{key.state}` is translated",
+                f"the checkpoint does not say the betas of Adam, and `{key.state}` cannot be translated without them",
                 where=[str(self.source.path), key.name],
-                hint=f"{self._suggest(powers) or 'give them: --betas 0.9,0.999'}; {_LEAVE}",
+                hint=f"{self._suggest(powers) or 'pass them: --betas 0.9,0.999'}; {_LEAVE}",
             )
         return self.used.setdefault(key.name, betas)
 
