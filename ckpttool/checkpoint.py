@@ -101,7 +101,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             f"--sharding {options.mesh.sharding} contradicts the checkpoint: its optimizer state is shared by"
             f" {stored.sharding} rank{'s' if stored.sharding > 1 else ''}",
             where=str(root),
-            hint="drop --sharding: it is read from the checkpoint",
+            hint="drop --sharding: it is read from the checkpoint. What is written is --sharding-out",
         )
     if stored.unnamed is not None:
         stored.unnamed(model_forms(family, {t.name: t.shape for t in stored.tensors if t.component == "model"}))

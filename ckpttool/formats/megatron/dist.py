@@ -260,7 +260,7 @@ class _Reading:
             raise IncompleteError(
                 f"the save was not finished, or not copied whole: {METADATA} is missing",
                 where=self.where,
-                hint="give an earlier save of the run; without it nothing says what the chunks are",
+                hint="take an earlier save: `ckpttool inspect RUN --checkpoints` shows which are complete",
                 finding="save-unfinished",
             )
         value = read_pickle(path)

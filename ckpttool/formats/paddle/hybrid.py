@@ -530,7 +530,7 @@ class _Reader:
             raise ConflictError(
                 f"the optimizer state is shared out over {sizes.shards} ranks, not {self.options.sharding}",
                 where=str(self.listing.root),
-                hint="drop --sharding: it is read from the checkpoint",
+                hint="drop --sharding: it is read from the checkpoint. What is written is --sharding-out",
             )
         for at, cell in self.cells.items():
             for name, param in cell.names.params.items():

@@ -135,7 +135,7 @@ class _Reading:
                 raise IncompleteError(
                     f"the save was not finished: {METADATA} is missing, which is written last",
                     where=str(part.listing.root),
-                    hint="give an earlier save of the run; without it nothing says what the chunks are",
+                    hint="take an earlier save: `ckpttool inspect RUN --checkpoints` shows which are complete",
                     finding="save-unfinished",
                 )
             mine: dict[str, Entry] = {}

@@ -42,7 +42,7 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
     rank_files[0].append(world)
     return base.FileLayout(
         files, save.files.places(), notes, rank_files, ranks, label=save.fqn_of,
-        usage="python -m torch.distributed.checkpoint.format_utils dcp_to_torch {dst} model.pt",
+        usage="torch.distributed.checkpoint.load(state, checkpoint_id={text})",
     )  # fmt: skip
 
 
