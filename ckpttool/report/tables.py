@@ -60,9 +60,23 @@ def fit(
             break
         keep.remove(rows[0].index(gone))
     most = max(left(), LEAST)
-    cells = [[middle(row[i], most) if i == names else row[i] for i in keep] for row in rows]
+    shown = _shortened([row[names] for row in rows], most)
+    cells = [[shown[at] if i == names else row[i] for i in keep] for at, row in enumerate(rows)]
     wanted = set(right)
     return cells, {at for at, i in enumerate(keep) if i in wanted}
+
+
+def _shortened(names: Sequence[str], most: int) -> list[str]:
+    """Names without their middles. Of those that would become alike (only their layers differ) more of the beginning is
+    left.
+    """
+    out = [middle(name, most) for name in names]
+    for share in (0.5, 0.65, 0.75):
+        owners: dict[str, set[str]] = {}
+        for name, cut in zip(names, out, strict=True):
+            owners.setdefault(cut, set()).add(name)
+        out = [middle(name, most, share) if len(owners[cut]) > 1 else cut for name, cut in zip(names, out, strict=True)]
+    return out
 
 
 def wrapped(lines: str) -> str:
@@ -73,11 +87,13 @@ def wrapped(lines: str) -> str:
     return "".join((fill(line) if len(line) > width() else line) + "\n" for line in lines.splitlines())
 
 
-def middle(name: str, most: int) -> str:
-    """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning."""
+def middle(name: str, most: int, share: float = 0.2) -> str:
+    """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning, which gets a
+    share of the room.
+    """
     if text.columns_of(name) <= most:
         return name
-    head = (most - len(CUT)) // 5
+    head = int((most - len(CUT)) * share)
     if name.isascii():
         return name[:head] + CUT + name[len(name) - (most - len(CUT) - head) :]
     start, end = 0, len(name)

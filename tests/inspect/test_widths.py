@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from ckpttool.cli.app import main
-from ckpttool.report.tables import middle
+from ckpttool.report.tables import fit, middle
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import origin, save_hf
 
@@ -78,3 +78,12 @@ def test_long_names_lose_their_middle_on_a_terminal_only(view: str, tmp_path: Pa
 def test_the_middle_goes() -> None:
     assert middle("abcdefghijklmnopqrstuvwxyz", 13) == "ab...stuvwxyz"
     assert middle("abc", 3) == "abc"
+
+
+def test_names_that_are_cut_still_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    names = [f"decoder.layers.{n}.self_attention.linear_qkv.weight" for n in range(3)]
+    names += [f"optimizer/{name}/{state}" for name in names for state in ("exp_avg", "exp_avg_sq")]
+    cells, _ = fit([["name", "x"], *[[name, "1"] for name in names]])
+    assert len({row[0] for row in cells}) == 10
+    assert all(len(row[0]) <= 40 for row in cells)
