@@ -322,10 +322,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
         from ckpttool.ops.inspect.answer import InspectRequest, everything
-        from ckpttool.report.survey import refuse_others, write_page  # with the page, which few need
+        from ckpttool.report.survey import check_page, write_page  # with the page, which few need
 
         page = Path(file)
-        refuse_others(page)
+        check_page(page)
         choice = Choice(several(patterns, "patterns"))
         asked = InspectRequest(choice, stats=stats, check=check, diff=diff, values=values, html=page, on=on)
         with watching(progress) as watch:

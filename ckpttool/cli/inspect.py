@@ -112,9 +112,9 @@ def inspect(
     watch = shown.progress() if question.reads_bytes else None
     if question.html is not None:
         from ckpttool.ops.inspect.answer import everything
-        from ckpttool.report.survey import refuse_others, show_survey
+        from ckpttool.report.survey import check_page, show_survey
 
-        refuse_others(question.html)
+        check_page(question.html)
         found = everything(src, opened, question, watch)
         code = show_survey(found, question.html, as_json=shown.json, quiet=shown.quiet, findings=files)
     else:

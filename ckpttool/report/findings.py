@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ckpttool.errors import UsageError, plain
 from ckpttool.findings import ERROR, INFO, WARNING
-from ckpttool.report.files import save
+from ckpttool.report.files import refuse_others, save
 from ckpttool.report.text import write
 from ckpttool.version import __version__
 from ckpttool.words import count, one_of
@@ -207,9 +207,12 @@ KINDS: dict[str, Callable[[CheckResult], str]] = {
     "github": github,
 }
 
+BEGINS = {"sarif": '{\n  "$schema"', "junit": "<?xml", "gitlab": "[", "github": "::"}
+"""What every file of a kind begins with, unless it is empty."""
+
 
 def parsed(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
-    """(kind, file or None for stdout) of each ``KIND[=FILE]``. Raises UsageError."""
+    """(kind, file or None for stdout) of each ``KIND[=FILE]``. Raises UsageError; OutputError for a file of others."""
     out: list[tuple[str, Path | None]] = []
     for text in asked:
         kind, given, file = text.partition("=")
@@ -218,7 +221,10 @@ def parsed(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
         one_of(kind, "--findings", *KINDS)
         if given and not file:
             raise UsageError(f"--findings {text} names no file", hint=f"--findings {kind}=FILE, or {kind} for stdout")
-        out.append((kind, Path(file) if file not in ("", "-") else None))
+        place = Path(file) if file not in ("", "-") else None
+        if place is not None:
+            refuse_others(place, "the findings", BEGINS[kind])
+        out.append((kind, place))
     if sum(file is None for _, file in out) > 1:
         raise UsageError("--findings: stdout takes one of them", hint=f"name a file: --findings {out[0][0]}=FILE")
     return out
@@ -231,5 +237,5 @@ def write_findings(result: CheckResult, asked: Sequence[tuple[str, Path | None]]
         if file is None:
             write(text)
         else:
-            save(file, text, "the findings")
+            save(file, text, "the findings", BEGINS[kind])
     return any(file is None for _, file in asked)

@@ -359,7 +359,7 @@ def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: 
         drawn = pages(layout, f"{resolved(listing.path).name}: who holds what")
         names = [svg, *(svg.with_name(f"{svg.stem}-{n}{svg.suffix}") for n in range(2, len(drawn) + 1))]
         for name, page in zip(names, drawn, strict=True):
-            save(name, page, "the picture")
+            save(name, page, "the picture", "<svg")
         if len(names) > 1 and not quiet:
             text.notes([f"{len(names)} pages: {', '.join(map(str, names))}"])
     if as_json:

@@ -165,11 +165,12 @@ def check_report(prepared: PreparedMerge, dst: AnyPlace, run: RunOptions, path: 
     """``--report``, before anything is written. Raises UsageError and OutputError."""
     from ckpttool.ops.merge import check_measurable
     from ckpttool.report.files import check_place
+    from ckpttool.report.page import BEGINS
     from ckpttool.storage.place import parse_place
 
     check_measurable(prepared, run)
     place = parse_place(dst)
-    check_place(path, "the report", appears=place if isinstance(place, Path) else None)
+    check_place(path, "the report", BEGINS, appears=place if isinstance(place, Path) else None)
 
 
 def write_report(result: MergeResult, path: Path) -> None:

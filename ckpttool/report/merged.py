@@ -14,7 +14,7 @@ from ckpttool.ops.merge.card import HEADS, recipe_text
 from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
 from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
-from ckpttool.report.page import Document, render
+from ckpttool.report.page import BEGINS, Document, render
 from ckpttool.report.page.document import (
     Cell,
     Column,
@@ -64,7 +64,7 @@ class _Names(dict[str, str]):
 
 def write(result: MergeResult, path: Path) -> None:
     """Write the report of a merge that was measured. Raises OutputError."""
-    save(path, render(document(result)), WHAT)
+    save(path, render(document(result)), WHAT, BEGINS)
 
 
 def document(result: MergeResult) -> Document:

@@ -22,10 +22,10 @@ from ckpttool.ops.inspect.identity import identify
 from ckpttool.ops.inspect.listing import Listing, mesh_text, relative, sharding_of
 from ckpttool.ops.inspect.survey import Survey
 from ckpttool.report import text
-from ckpttool.report.files import save
+from ckpttool.report.files import refuse_others, save
 from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.inspect import headline, large
-from ckpttool.report.page import render
+from ckpttool.report.page import BEGINS, render
 from ckpttool.report.page.document import Column, Document, Section, Tensors
 from ckpttool.report.svg import figures
 from ckpttool.storage.place import resolved
@@ -39,25 +39,15 @@ SHOWN = 500
 Values = list[float | None]
 
 
-def refuse_others(path: Path) -> None:
+def check_page(path: Path) -> None:
     """Raises OutputError for a file that is there and is no page, such as one of SRC's, and for a missing directory.
 
     Before a checkpoint is read for hours.
     """
-    try:
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a directory" if path.is_dir() else "has no directory to lie in"
-            raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
-        if not path.is_file() or not path.stat().st_size:
-            return
-        with path.open("rb") as f:
-            begins = f.read(15).lower()
-    except OSError as e:
-        raise OutputError(f"the report cannot be written: {e.strerror}", where=str(path)) from None
-    if begins != b"<!doctype html>":
-        raise OutputError(
-            "the report would replace a file that is not a report", where=str(path), hint="choose another name"
-        )
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else "has no directory to lie in"
+        raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
+    refuse_others(path, "the report", BEGINS)
 
 
 def show_survey(
@@ -89,7 +79,7 @@ def write_page(survey: Survey, path: Path) -> tuple[Document, int]:
     """Write the page; returns what it shows, and its bytes. Raises OutputError."""
     made = document(survey)
     page = render(made)
-    save(path, page, "the report")
+    save(path, page, "the report", BEGINS)
     return made, len(page.encode(errors="backslashreplace"))
 
 

@@ -279,7 +279,7 @@ def test_interrupted_while_it_is_measured(room: Path, tmp_path: Path, monkeypatc
 
 
 def test_an_old_report_is_replaced(room: Path, tmp_path: Path) -> None:
-    (tmp_path / "dst.html").write_text("old")
+    (tmp_path / "dst.html").write_text("<!DOCTYPE html>old")
     report(room, tmp_path / "dst", "--weights", "1,1")
     assert "<html" in (tmp_path / "dst.html").read_text()
 

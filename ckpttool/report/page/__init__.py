@@ -23,8 +23,10 @@ from ckpttool.report.page.pack import Pool, pack
 from ckpttool.report.page.svg import tree
 from ckpttool.report.svg import variables
 
-__all__ = ["SCHEMA", "Document", "render"]
+__all__ = ["BEGINS", "SCHEMA", "Document", "render"]
 
+BEGINS = "<!doctype html>"
+"""Every page."""
 _HERE = Path(__file__).parent
 SCRIPT = ("base", "data", "charts", "treemap", "tensors", "main")
 """The parts of the script, in their order; a new kind of section is a function in one of them and a line in main."""
