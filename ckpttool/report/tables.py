@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
+from os.path import commonprefix
 
 from ckpttool.report import text
 
@@ -67,16 +68,19 @@ def fit(
 
 
 def _shortened(names: Sequence[str], most: int) -> list[str]:
-    """Names without their middles. Of those that would become alike (only their layers differ) more of the beginning is
-    left.
+    """Names without their middles. Of those that would become alike (only their layers differ) the beginning is left up
+    to where they differ.
     """
     out = [middle(name, most) for name in names]
-    for share in (0.5, 0.65, 0.75):
-        owners: dict[str, set[str]] = {}
-        for name, cut in zip(names, out, strict=True):
-            owners.setdefault(cut, set()).add(name)
-        out = [middle(name, most, share) if len(owners[cut]) > 1 else cut for name, cut in zip(names, out, strict=True)]
-    return out
+    alike: dict[str, set[str]] = {}
+    for name, cut in zip(names, out, strict=True):
+        alike.setdefault(cut, set()).add(name)
+    heads = {
+        cut: min(len(commonprefix(sorted(group))) + 4, most - len(CUT) - 8)
+        for cut, group in alike.items()
+        if len(group) > 1
+    }
+    return [middle(name, most, heads[cut]) if cut in heads else cut for name, cut in zip(names, out, strict=True)]
 
 
 def wrapped(lines: str) -> str:
@@ -87,13 +91,13 @@ def wrapped(lines: str) -> str:
     return "".join((fill(line) if len(line) > width() else line) + "\n" for line in lines.splitlines())
 
 
-def middle(name: str, most: int, share: float = 0.2) -> str:
-    """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning, which gets a
-    share of the room.
+def middle(name: str, most: int, head: int = 0) -> str:
+    """A name without its middle, ``model...mlp.down_proj.weight``: the end says more than the beginning, which gets
+    ``head`` columns, or a fifth.
     """
     if text.columns_of(name) <= most:
         return name
-    head = int((most - len(CUT)) * share)
+    head = head or (most - len(CUT)) // 5
     if name.isascii():
         return name[:head] + CUT + name[len(name) - (most - len(CUT) - head) :]
     start, end = 0, len(name)
