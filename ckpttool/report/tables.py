@@ -9,7 +9,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
-from os.path import commonprefix
 
 from ckpttool.report import text
 
@@ -75,12 +74,14 @@ def _shortened(names: Sequence[str], most: int) -> list[str]:
     alike: dict[str, set[str]] = {}
     for name, cut in zip(names, out, strict=True):
         alike.setdefault(cut, set()).add(name)
-    heads = {
-        cut: min(len(commonprefix(sorted(group))) + 4, most - len(CUT) - 8)
-        for cut, group in alike.items()
-        if len(group) > 1
-    }
+    heads = {cut: min(_differ_at(group) + 2, most - len(CUT) - 3) for cut, group in alike.items() if len(group) > 1}
     return [middle(name, most, heads[cut]) if cut in heads else cut for name, cut in zip(names, out, strict=True)]
+
+
+def _differ_at(names: Iterable[str]) -> int:
+    """How many characters some names have in common at their beginning."""
+    columns = list(zip(*names, strict=False))
+    return next((i for i, letters in enumerate(columns) if len(set(letters)) > 1), len(columns))
 
 
 def wrapped(lines: str) -> str:
