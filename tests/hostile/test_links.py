@@ -64,7 +64,9 @@ def test_a_merge_reads_no_links_out(tmp_path: Path, name: str) -> None:
     court = Court(tmp_path)
     save_hf(court.src, LLAMA.tensors(), LLAMA.config)
     (court.src / name).symlink_to(court.stranger / "id_rsa")
-    done = court.run("merge", court.src, court.src, "-o", court.dst, "--card")
+    other = tmp_path / "other"
+    save_hf(other, LLAMA.tensors(), LLAMA.config)
+    done = court.run("merge", court.src, other, "-o", court.dst, "--card")
     assert done.code == 0, done.err
     recipe = tmp_path / "dst-recipe.yaml"
     recipe.write_text(f"models: [{{model: {court.src}}}]\nmerge_method: linear\ntokenizer_source: union\n")
