@@ -654,6 +654,9 @@ def _fuse(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorTable:
     return replace(views, table=table)
 
 
+_APART = "write other scales (--requant channel), none (--dequant bf16), or a format that does not fuse"
+
+
 def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str, axes: _Axes) -> DerivedTensor:
     """The parts one after the other, or interleaved. Raises LayoutError where a scale would be for two of them."""
     first = parts[0]
@@ -662,7 +665,7 @@ def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str
     if not first.shape or (prod(first.shape) == 1 and not block):
         raise LayoutError(
             f"`{name}` is one scale for its whole tensor; the fused `{whole_name}` has only one for all parts",
-            hint="keep the parts apart: a target that does not fuse, or without --fuse",
+            hint=_APART,
         )
     axis = axes.output(name)
     for n in [p.name for p in parts[:-1]] if block else ():
@@ -671,7 +674,7 @@ def _joined(op: transforms.Fuse, parts: Sequence[DerivedTensor], whole_name: str
             raise LayoutError(
                 f"`{n}` cannot be fused into `{whole_name}`: its weight's {rows} rows end inside a scale block"
                 f" of {block[axis]}",
-                hint="keep the parts apart: a target that does not fuse, or without --fuse",
+                hint=_APART,
             )
     if not block and axes.packed(name) is None and {len(p.shape) for p in parts} == {len(first.shape)}:
         _check_lengths(op, parts, whole_name, axes, axis)

@@ -87,7 +87,13 @@ def fp8_size(
         str, value("--device-mem", "SIZE", "Memory of a device, such as 80GB; exit 3 if it is not enough.")
     ] = "",
     gpu: Annotated[
-        str, value("--gpu", "NAME", "The same for a GPU by name: h100, a100-40gb, mi300x, ...", choices.GPUS)
+        str,
+        value(
+            "--gpu",
+            "NAME",
+            "Memory of a GPU by name: h100, a100-40gb, mi300x, ...; exit 3 if it is not enough.",
+            choices.GPUS,
+        ),
     ] = "",
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
     unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",

@@ -58,6 +58,7 @@ class Problem(NamedTuple):
     id: str
     text: str
     tensor: str = ""
+    hint: str = ""
 
 
 def read_raw(path: Place) -> tuple[DataFile, bytes]:
@@ -260,7 +261,7 @@ def examine(path: Place, index: int = 0) -> tuple[Header | None, list[Problem]]:
         info, raw = read_raw(path)
         data = parse(raw, path)
     except HeaderError as e:
-        return None, [Problem(e.id, e.what)]
+        return None, [Problem(e.id, e.what, hint=e.hint or "")]
     start = 8 + len(raw)
     tensors = _fast(data, info.size - start, index, 0, start)
     found: list[Problem] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import plain
 from ckpttool.report import text
+from ckpttool.report.meters import bar
 from ckpttool.report.tables import fit, wrapped
 from ckpttool.report.text import aligned, dump, pick, ranks, shape
 from ckpttool.words import count, short
@@ -162,7 +163,7 @@ def _fitted(rows: list[list[str]], *, right: Iterable[int], drop: Sequence[str] 
 
 
 def _bar(n: int, largest: int) -> str:
-    return "█" * -(-n * BAR // largest) if largest else ""
+    return bar(n / largest, BAR) if largest else ""
 
 
 def _files(report: SizeReport, units: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ _KINDS: dict[str, Kind] = {
     "agreeing": "share",
 }
 _HELP = {
-    "distance": "L2 norm of the difference by that of the source",
+    "distance": "L2 norm of the difference divided by that of the source",
     "cosine": "of the angle between the result and the source",
     "task_cosine": "of the angle between what the result and what the source differ from the base by",
     "changed": "share of the elements in which the source differs from the base",

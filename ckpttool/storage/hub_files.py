@@ -83,7 +83,7 @@ class Model(NamedTuple):
             raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where) from None
         except HttpError as e:
             raise AccessError(
-                f"there is no answer of the Hub to go by: {e.strerror}",
+                f"the Hub did not answer: {e.strerror}",
                 where=where,
                 hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
             ) from None

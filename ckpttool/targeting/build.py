@@ -14,9 +14,11 @@ from pathlib import Path
 from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import NamingContext
+from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.layout.family import Family
+from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
@@ -35,6 +37,7 @@ from ckpttool.targeting.sidecars import beside, target_config
 from ckpttool.targeting.states import Translation, steps_of, translated
 from ckpttool.targeting.target import WEIGHTS, Goal, Target, castable, check_target
 from ckpttool.targeting.training import training_of
+from ckpttool.words import count
 
 
 @dataclass(slots=True)
@@ -113,6 +116,8 @@ def plan_target(
         views = _named(source, goal, selection, []).views.table
         source = with_single(source, goal.writer.capabilities, single, views)
     named = _named(source, goal, selection, notes)
+    if goal.dtype and computed is None:
+        notes += _not_cast(named.views.table, goal.dtype)
     equal += named.views.equal
     source, moved = _with_tied_states(source, named.views.tied, equal)
     if translation is not None:
@@ -167,6 +172,17 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
     return Named(views, ruled, names, after, removed)
+
+
+def _not_cast(table: Mapping[str, DerivedTensor], dtype: str) -> list[str]:
+    """A note where weights with scales stay what they are, which --dtype does not change."""
+    owners = {weight_of(name, table) for name in table}
+    coded = [w for w in owners if w is not None and table[w].dtype not in CASTABLE]
+    if not coded:
+        return []
+    return [
+        f"{count(len(coded), 'quantised weight')} kept: --dtype does not change them, --dequant {dtype.lower()} does"
+    ]
 
 
 def _with_tied_states(

@@ -22,6 +22,7 @@ from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.config import QUANTIZATION, config_places
 from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.names import pattern_regex
+from ckpttool.layout.scales import config_block
 from ckpttool.layout.statements import inverse
 from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
 from ckpttool.planner import Computed, Operands
@@ -426,7 +427,9 @@ class _Recoder:
         )
         if self.renamed:
             stored.dialect, stored.fused = "hf", ""
-        return Checkpoint(source.path, stored, source.family, catalog, notes, () if self.renamed else source.ops)
+        # What follows sees the scales of the blocks that were made, not of those that the source had.
+        family = replace(source.family, block=config_block(config))
+        return Checkpoint(source.path, stored, family, catalog, notes, () if self.renamed else source.ops)
 
     def _config(self, out: Recoded) -> dict[str, Any]:
         config = without(self.config)

@@ -88,6 +88,22 @@ def test_the_way_out_of_a_cut_inside_a_block(bf16: Path, tmp_path: Path) -> None
     assert "quantization_config" not in config_of(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("requant", ["block:8x8", "channel"])
+def test_the_way_out_where_projections_are_fused(bf16: Path, tmp_path: Path, requant: str) -> None:
+    """The blocks that are fused and cut are those that --requant made, not the source's, which end inside a part."""
+    cast(bf16, tmp_path / "fp8")
+    to = ("--to", "vllm", "--tp-out", 2)
+    error = refused("reshard", tmp_path / "fp8", tmp_path / "two", *to)
+    assert "hint: write other scales (--requant channel), none (--dequant bf16), or a format that" in error
+    reshard(tmp_path / "fp8", tmp_path / "two", *to, "--requant", requant, "--verify")
+    recipe, _, block = requant.partition(":")
+    sides = ("--block", block) if block else ()
+    cast(tmp_path / "fp8", tmp_path / "again", "--recipe", recipe, *sides)
+    reshard(tmp_path / "again", tmp_path / "expected", *to)
+    found = {p.name: p.read_bytes() for p in (tmp_path / "two").glob("*.safetensors")}
+    assert found == {p.name: p.read_bytes() for p in (tmp_path / "expected").glob("*.safetensors")}
+
+
 @pytest.mark.sample("f16")
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_dequantised_on_the_way(dtype: str, tmp_path: Path) -> None:
@@ -136,6 +152,14 @@ def test_options_that_make_no_sense(options: list[object], words: str, fp8: Path
     assert done.code in (1, 2)
     assert words in done.err or "are bf16, f16 or f32" in done.err
     assert not (tmp_path / "dst").exists()
+
+
+def test_dtype_says_that_it_does_not_dequantise(bf16: Path, fp8: Path, tmp_path: Path) -> None:
+    words = ("--to", "hf", "--dtype", "bf16")
+    note = "7 quantised weights kept: --dtype does not change them, --dequant bf16 does"
+    assert note in ckpttool("reshard", fp8, tmp_path / "kept", *words).err
+    assert "quantised" not in ckpttool("reshard", bf16, tmp_path / "cast", *words).err
+    assert "--dequant" not in ckpttool("reshard", fp8, tmp_path / "again", *words, "--requant", "channel").err
 
 
 def test_nothing_to_dequantise(bf16: Path, tmp_path: Path) -> None:

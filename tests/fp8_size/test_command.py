@@ -143,7 +143,7 @@ def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     odd.write_text("{}")
     assert "not a config of a model" in refused(odd, code=1)
     odd.write_text('{"model_type": "unheard"}')
-    assert "no family that is known: unheard" in refused(odd, code=1)
+    assert "no family is known for this model: unheard" in refused(odd, code=1)
     odd.write_text("[]")
     assert "not a JSON object" in refused(odd, code=1)
     odd.write_text("{")
@@ -486,7 +486,11 @@ def test_tables(llama: Path) -> None:
 
 def test_bars_on_a_terminal(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
-    assert "█" in ckpttool("fp8-size", llama).out
+    monkeypatch.setattr("ckpttool.report.meters.has_blocks", lambda: True)
+    rows = [line.split() for line in ckpttool("fp8-size", llama).out.splitlines()]
+    longest, least = (next(row[-1] for row in rows if row[:1] == [name]) for name in ("attention", "norm"))
+    assert "█" in longest
+    assert least == "▏"  # a thousandth of the whole does not look like a sixteenth
 
 
 def test_tensors_stand_in_model_order(llama: Path) -> None:

@@ -671,3 +671,8 @@ def test_a_broken_file_is_one_line_and_json_has_everything(tmp_path: Path) -> No
         f"error: {found[0]['text']} [truncated] and {len(found) - 1} more like it"
     ]
     assert f"{len(found)} errors" in lines[-2]
+
+
+def test_a_file_that_git_lfs_has_not_fetched_comes_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "hint: run `git lfs pull`" in ckpttool("inspect", tmp_path, "--check").out

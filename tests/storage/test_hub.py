@@ -592,7 +592,7 @@ def test_servers_that_are_down(hub: Hub, tmp_path: Path) -> None:
     assert "Signature" not in error
     with hub.clients(tmp_path / "home2", HF_ENDPOINT="http://127.0.0.1:1"):
         error = refused(MODEL, tmp_path / "dst")
-    assert "error: there is no answer of the Hub to go by: " in error
+    assert "error: the Hub did not answer: " in error
     assert "HF_HUB_OFFLINE=1" in error
 
 

@@ -192,7 +192,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
         option = f"--ep-out {q.ep}" if q.ep else f"--etp-out {q.etp}"
         raise UsageError(f"{option} has no effect: the model has no experts", where=str(out.model.path))
     if q.ep and q.ep > 1 and not q.etp:
-        out.notes.append(f"etp {etp}: with --ep-out experts are whole on their ranks; --etp-out says otherwise")
+        out.notes.append(f"etp {etp}: with --ep-out experts are whole on their ranks; change it with --etp-out")
     return Mesh(tp, pp, ep, etp, layout), q.etp is None and ep == 1
 
 

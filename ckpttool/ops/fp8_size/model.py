@@ -139,9 +139,9 @@ def _from_config(
     if family.name == "none":
         kind = config.get("model_type") or config.get("architectures")
         raise UnsupportedError(
-            f"the config names no family that is known: {kind}" if kind else "this is not a config of a model",
+            f"no family is known for this model: {kind}" if kind else "this is not a config of a model",
             where=str(path),
-            hint="--family NAME or --family FILE.yaml says which tensors it has",
+            hint="choose one like it with --family NAME, or describe its tensors: --family FILE.yaml",
         )
     declared = declared_tensors(family, config, mtp=mtp)
     without = not mtp and len(declared) < len(declared_tensors(family, config))

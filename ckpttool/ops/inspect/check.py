@@ -205,7 +205,7 @@ def _examine(name: str, path: Place, index: int, result: CheckResult, *, proven:
         result.add("unreadable", e.what, path)
         return ExaminedFile(name, None, [], sound=False)
     for p in problems:
-        result.add(p.id, p.text, path)
+        result.add(p.id, p.text, path, p.hint)
     if head is None:
         return ExaminedFile(name, None, [], sound=False)
     return ExaminedFile(name, head.file, head.tensors, sound=not problems)

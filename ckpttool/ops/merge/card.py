@@ -210,7 +210,8 @@ def _what(subject: Subject) -> list[str]:
     method = METHODS[str(p.recipe["merge_method"])]
     what = "master weights" if p.component == "master_weights" else "weights"
     bases = {g.base for g in subject.groups if g.base} - {label for g in subject.groups for label, _ in g.models}
-    models = count(len(p.origins) - len(bases), "model") + (" and their base" if bases else "")
+    sources = len(p.origins) - len(bases)
+    models = count(sources, "model") + (f" and {'its' if sources == 1 else 'their'} base" if bases else "")
     said = f"The {what} of {models}, merged with ckpttool {__version__} by the method"
     said += f" [`{method.name}`]({method.paper})" if method.paper else f" `{method.name}`"
     drawn = f", seed {p.seed}" if p.seed is not None else ""
@@ -282,7 +283,7 @@ def _distances(distances: Distances, subject: Subject) -> list[str]:
         ]
         for p, j in joins
     ]
-    text = "Distance is the L2 norm of the difference by that of the source"
+    text = "Distance is the L2 norm of the difference divided by that of the source"
     if "changed" in shown:
         text += "; changed, the share of elements in which the source differs from the base"
     if "kept" in shown:
