@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
-from xml.sax.saxutils import escape, quoteattr
 
 from ckpttool.errors import UsageError, plain
 from ckpttool.findings import ERROR, INFO, WARNING
@@ -130,6 +129,8 @@ def junit(result: CheckResult) -> str:
 
     A warning passes, and says what it is in its output; what was checked is a passed test for each noun.
     """
+    from xml.sax.saxutils import escape, quoteattr  # which loads HTTP and TLS
+
     found = folded(result.findings)
     suite = quoteattr(_xml(f"ckpttool inspect --check {result.path}"))
     cases = []

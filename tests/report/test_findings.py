@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -136,3 +138,8 @@ def test_wrong_ones_are_named(asked: list[str], said: str) -> None:
 def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="the findings cannot be written"):
         write_findings(FOUND, parsed([f"junit={tmp_path}/no/j.xml"]))
+
+
+def test_without_junit_no_xml_is_loaded() -> None:
+    code = "import sys, ckpttool.report.findings; print({'xml.sax', 'urllib.request', 'ssl'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
