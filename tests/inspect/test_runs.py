@@ -399,3 +399,12 @@ def test_it_fits_the_terminal(columns: int, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_names_say(name: str, step: int | None) -> None:
     assert step_of(name) == step
+
+
+@pytest.mark.parametrize(("names", "said"), [(("", "step-2"), "names no checkpoint"), (("1", "step-1"), "twice")])
+def test_two_checkpoints_are_asked_for(tmp_path: Path, names: tuple[str, str], said: str) -> None:
+    save(tmp_path, "step-1")
+    save(tmp_path, "step-2")
+    done = ckpttool("inspect", tmp_path, "--diff", *names)
+    assert done.code == 2
+    assert said in done.err

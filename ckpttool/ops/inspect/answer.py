@@ -184,6 +184,8 @@ def _watched(
         from ckpttool.ops.inspect.runs import pick
 
         first, second = pick(src, str(question.diff)), pick(src, question.second)
+        if first == second:
+            raise UsageError(f"--diff names one checkpoint twice: {question.diff}", where=str(first))
         src, question = first, replace(question, diff=second, second="")
     roots = [parse_place(p) for p in (src, question.diff) if p is not None]
     before = [number(p) for p in roots]
@@ -375,6 +377,8 @@ def _sensible(question: InspectRequest) -> None:
             f"there is more than inspect takes: {question.second}",
             hint=f"to compare: --diff {shlex.quote(question.second)}",
         )
+    if question.diff == "":
+        raise UsageError("--diff names no checkpoint", hint="is a variable of the shell not set?")
     if question.values and not (question.check or question.diff):
         raise UsageError("--values belongs to --diff and --check", hint="--stats and --show read values by themselves")
     if question.findings and not question.check:
