@@ -131,6 +131,7 @@ def test_every_command_and_option_is_documented() -> None:
     assert undocumented(tool(), reference_text()) == []
 
 
+@pytest.mark.product(one_in=20)  # `make docs-check` looks at every page
 @pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_options_exist(page: Path) -> None:
     assert unknown_options(tool(), page.read_text(encoding="utf-8")) == set()
@@ -139,6 +140,7 @@ def test_documented_options_exist(page: Path) -> None:
 LINKING = [*pages(), *(path for path in (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md") if path.exists())]
 
 
+@pytest.mark.product(one_in=20)  # `make docs-check` looks at every page
 @pytest.mark.parametrize("page", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page, ROOT) == []

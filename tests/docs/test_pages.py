@@ -26,6 +26,7 @@ def test_examples(page: str, tmp_path: Path) -> None:
     assert not differences, "\n\n".join(differences)
 
 
+@pytest.mark.product(one_in=20)  # `make docs-check` looks at every page
 @pytest.mark.parametrize("page", PAGES)
 def test_no_machine_paths(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

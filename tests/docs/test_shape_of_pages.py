@@ -56,6 +56,7 @@ def unlinked(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.md") if path.resolve() not in linked}
 
 
+@pytest.mark.product(one_in=20)  # `make docs-check` looks at every page
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short(page: str) -> None:
     words = len(text_of(page).split())
@@ -65,6 +66,7 @@ def test_pages_are_short(page: str) -> None:
         assert words <= MOST_WORDS, f"{words} words: make it several pages"
 
 
+@pytest.mark.product(one_in=20)  # `make docs-check` looks at every page
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_begin_and_end_alike(page: str) -> None:
     assert problems(text_of(page)) == []
