@@ -11,7 +11,7 @@ needs the peers' environment. A model type gets a file if all of this holds; els
 
 The file of a model type that is refused is taken away. scripts/family_tensors.py adds the section ``tensors:``, for
 ``fp8-size`` of a config.json, to models that no family written by hand is for; if what it finds declares exactly what
-transformers makes of random configs.
+transformers makes of random configs. The section ``cache:`` is written by hand, and kept.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from tests.peers.families import plans  # noqa: E402
 from tests.peers.families.tiny import Architecture, architectures, find  # noqa: E402
 
 OUT = FAMILIES / "transformers"
+CACHE = "\n# What its layers keep of the tokens that they have read\n"
 EARLY = re.compile(r"(embed|per_layer|altup_projections|latent_|lerope|^wte)")
 """What works in front of the layers, wherever a class has it."""
 ROUTER = re.compile(r"(^|[._])(gate|router|classifier)\.")
@@ -266,6 +267,13 @@ def same_by_hand(reading: Reading) -> str:
     return name if all((hand[n] == theirs[n]).all() for n in shapes) else ""
 
 
+def cache_section(name: str) -> str:
+    """What stands in the built-in file on what layers keep: written by hand, as no plan of transformers says it."""
+    file = OUT / name
+    _, mark, rest = (file.read_text(encoding="utf-8") if file.exists() else "").partition(CACHE)
+    return mark + rest
+
+
 def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) -> tuple[Path, list[str]]:
     """Read, write and check the file of an architecture; also returns notes. Raises Refused, and leaves no file."""
     reading = read(architecture)
@@ -289,7 +297,7 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
             text += (
                 f"\n# What a model holds, by its config.json: found by trying, defaults as in transformers\n{section}"
             )
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text + cache_section(file.name), encoding="utf-8")
     return file, reading.notes
 
 

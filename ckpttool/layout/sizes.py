@@ -64,8 +64,8 @@ class DefaultSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    missing: bool | int | str
-    none: bool | int | str
+    missing: bool | int | str | list[int | str]
+    none: bool | int | str | list[int | str]
     """The field is null."""
 
 

@@ -158,6 +158,23 @@ class TensorsSpec(_Strict):
     last: dict[str, Any] = {}
 
 
+class CacheSpec(_Strict):
+    """What the layers of a model keep of the tokens that they have read; layout/cache.py reads it."""
+
+    defaults: dict[str, Default] = {}
+    """Config fields that may be missing: what they mean then, before those of ``tensors``."""
+    names: dict[str, str] = {}
+    """Expressions that are used more than once, before those of ``tensors``."""
+    listed: list[str] = ["layer_types"]
+    """Config fields with a word for each layer; the first that is there counts, before ``kinds``."""
+    words: dict[str, str] = {}
+    """Words of these fields, or of ``kinds``: the kinds of layers that they are."""
+    kinds: str = "'unknown' if window else 'full_attention'"
+    """Kind of the layer, in transformers' words; ``unknown`` where the config does not tell."""
+    window: str = "sliding_window if use_sliding_window else 0"
+    """How many tokens layers with a window keep; 0 is all."""
+
+
 class FamilySpec(_Strict):
     """A family file."""
 
@@ -189,6 +206,8 @@ class FamilySpec(_Strict):
     trainer_namings: list[str] = []
     """Namings that are told by the names alone, in files of formats that say nothing about names."""
     tensors: TensorsSpec | None = None
+    cache: CacheSpec | None = None
+    """None: what its layers keep is not known."""
     parameters: list[str] = []
     """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
 
