@@ -41,7 +41,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         n.replace("model.embed_tokens", "transformer.wte").replace("model.", "transformer."): r for n, r in gpt2.items()
     }
     for i, name in enumerate(("gpt_a", "gpt_b"), 1):
-        save(work / name, finetuned(gpt2, i), {"model_type": "gpt2", "n_layer": 4, "vocab_size": 32})
+        config = {"model_type": "gpt2", "n_layer": 4, "vocab_size": 32, "tie_word_embeddings": False}
+        save(work / name, finetuned(gpt2, i), config)
     return work
 
 

@@ -310,6 +310,58 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
 
 
+def stored_tied(folder: Path, seed: int, *, copy: bool, tied: bool = True) -> Path:
+    """A Llama that ties its head, with or without a copy of the embeddings under the head's name; or one that does not."""
+    tensors = llama(seed=seed)
+    if tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    if not copy:
+        del tensors["lm_head.weight"]
+    return save(folder, tensors, llama_config(tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("how", ["linear", "dare_linear", "filter", "missing"])
+def test_tied_tensors_are_merged_once(tmp_path: Path, how: str, copies: tuple[bool, bool]) -> None:
+    """A random mask, a filter on the head or a base that lacks it must not set apart what the config ties."""
+    a, b = (stored_tied(tmp_path / "ab"[i], i, copy=c) for i, c in enumerate(copies))
+    out = tmp_path / "out"
+    if how == "filter":
+        weight = "[{filter: lm_head, value: 0.9}, {value: 0.5}]"
+        models = "".join(f"  - {{model: {p}, parameters: {{weight: {weight}}}}}\n" for p in (a, b))
+        recipe = tmp_path / "recipe.yml"
+        recipe.write_text(f"merge_method: linear\nmodels:\n{models}")
+        merge(recipe, "-o", out, "--verify")
+    elif how == "dare_linear":
+        words = ["--method", how, "--param", "density=0.5", "--weights", "1", "--base", a]
+        merge(b, "-o", out, *words, "--verify")
+    else:
+        merge(a, b, "-o", out, "--weights", "0.5,0.5", *(["--missing", "base"] if how == "missing" else []))
+    assert "lm_head.weight" not in read_all(out)
+    assert config_of(out)["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("first", ["tied", "untied"])
+@pytest.mark.parametrize("copy", [True, False])
+def test_tied_and_untied_models_give_an_untied_one(tmp_path: Path, first: str, copy: bool) -> None:  # noqa: FBT001
+    tied = stored_tied(tmp_path / "tied", 0, copy=copy)
+    untied = stored_tied(tmp_path / "untied", 1, copy=True, tied=False)
+    order = (tied, untied) if first == "tied" else (untied, tied)
+    done = merge(*order, "-o", tmp_path / "out", "--weights", "0.5,0.5", "--verify")
+    assert "not all models tie `lm_head.weight`" in done.err
+    found = read_all(tmp_path / "out")
+    for name in EMBEDDINGS:
+        ends = floats(read_all(tied)[EMBEDDINGS[0]]), floats(read_all(untied)[name])
+        assert np.allclose(floats(found[name]), (ends[0] + ends[1]) / 2, atol=1e-2)
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+
+
+def test_a_copy_that_differs_from_what_it_is_tied_to_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
+    for folder in two:
+        (folder / "config.json").write_text(json.dumps(llama_config(tie_word_embeddings=True)))
+    assert "which the config ties to each other, differ" in refused(tmp_path / "out", *two, "--weights", "0.5,0.5")
+
+
 def test_a_directory_that_exists_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
     """Shards of an older merge beside those of a new one are a checkpoint of nothing."""
     out = tmp_path / "out"

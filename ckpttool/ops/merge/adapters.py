@@ -25,10 +25,17 @@ class Adaptations:
         self._changes: dict[ModelRef, Changes] = {}
         self._hashes: dict[ModelRef, list[tuple[str, str]]] = {}
         self.untied = False
-        """Whether an adapter has replaced one of two tied tensors, so that the merged model has both."""
+        """Whether tied tensors of some model have become two, so that the merged model has both: an adapter has replaced
+        one of them, or another model is not tied."""
         for ref in refs:
             if ref.adapters:
                 self._open(ref)
+        for copy, owner in {pair: None for ref in refs for pair in _shared(models[ref]).items()}:
+            if not self.untied and any(copy in models[ref].views for ref in refs):
+                self.untied = True
+                models.notes.append(
+                    f"not all models tie `{copy}` to `{owner}`; the output has both, and tie_word_embeddings: false"
+                )
 
     def _open(self, ref: ModelRef) -> None:
         model = self._models[ref]

@@ -119,12 +119,22 @@ class Models:
             self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
+            self._store_once(model)
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
         if left:
             what = "model weights" if self.component == "model" else "master weights"
             self.notes.append(f"{', '.join(left)} of the sources left out: {what} are merged, and nothing else")
         self.as_they_are = as_they_are
+
+    def _store_once(self, model: Model) -> None:
+        """Leave out copies of tied tensors: merged apart, they would differ under a config that ties them.
+
+        The copy is compared with its owner while the data moves.
+        """
+        for copy, owner in model.checkpoint.family.ties.items():
+            if copy in model.views and owner in model.views and not {copy, owner} & model.codes.keys():
+                self.tied.append((model.views.pop(copy), model.views[owner]))
 
     def __getitem__(self, ref: ModelRef) -> Model:
         return self._by_path[ref.path]
