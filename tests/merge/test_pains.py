@@ -311,7 +311,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
 
 
 def stored_tied(folder: Path, seed: int, *, copy: bool, tied: bool = True) -> Path:
-    """A Llama that ties its head, with or without a copy of the embeddings under the head's name; or one that does not."""
+    """A Llama, tied or not; ``copy``: it stores a head."""
     tensors = llama(seed=seed)
     if tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
@@ -343,7 +343,7 @@ def test_tied_tensors_are_merged_once(tmp_path: Path, how: str, copies: tuple[bo
 
 @pytest.mark.parametrize("first", ["tied", "untied"])
 @pytest.mark.parametrize("copy", [True, False])
-def test_tied_and_untied_models_give_an_untied_one(tmp_path: Path, first: str, copy: bool) -> None:  # noqa: FBT001
+def test_tied_and_untied_models_give_an_untied_one(tmp_path: Path, first: str, copy: bool) -> None:
     tied = stored_tied(tmp_path / "tied", 0, copy=copy)
     untied = stored_tied(tmp_path / "untied", 1, copy=True, tied=False)
     order = (tied, untied) if first == "tied" else (untied, tied)

@@ -25,8 +25,8 @@ class Adaptations:
         self._changes: dict[ModelRef, Changes] = {}
         self._hashes: dict[ModelRef, list[tuple[str, str]]] = {}
         self.untied = False
-        """Whether tied tensors of some model have become two, so that the merged model has both: an adapter has replaced
-        one of them, or another model is not tied."""
+        """Whether the merged model has both of two tensors that some model ties: an adapter replaces one of them, or
+        another model is not tied."""
         for ref in refs:
             if ref.adapters:
                 self._open(ref)
