@@ -76,7 +76,7 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     for condition, why in spec.refuse.items():
         if scope.holds(condition, ("refuse",)):
             raise scope.wrong(why, ("refuse",), condition, "give the checkpoint itself in place of its config.json")
-    out = _Tensors(scope, _config_dtype(family.spec.places(config)))
+    out = _Tensors(scope, config_dtype(family.spec.places(config)))
     out.add(_entries(spec.first, ("first",), family))
     for name, stack in spec.stacks.items():
         rules = family.spec.stacks.get(name)
@@ -229,7 +229,7 @@ def _check_prefix(layers: _Layers, family: Family) -> None:
         )
 
 
-def _config_dtype(places: Sequence[Mapping[str, Any]]) -> str:
+def config_dtype(places: Sequence[Mapping[str, Any]]) -> str:
     """Dtype of the weights: ``dtype`` or ``torch_dtype`` of the config, BF16 if it has neither."""
     for place in places:
         for key in ("dtype", "torch_dtype"):

@@ -173,6 +173,24 @@ class CacheSpec(_Strict):
     """Kind of the layer, in transformers' words; ``unknown`` where the config does not tell."""
     window: str = "sliding_window if use_sliding_window else 0"
     """How many tokens layers with a window keep; 0 is all."""
+    refuse: dict[str, str] = {}
+    """Condition: why it is not known what the layers of a model for which it holds keep."""
+    borrowed: str = "0"
+    """Whether the layer has the keys and values of another one, and none of its own."""
+    attentions: int = 1
+    """How many of them are in one layer."""
+    tokens: dict[str, Any] = {
+        "if kv_lora_rank": {"latent": ["1", "kv_lora_rank"], "rotary": ["1", "qk_rope_head_dim"]},
+        "if not kv_lora_rank": {"keys": ["kv_heads", "head_dim"], "values": ["kv_heads", "v_head_dim"]},
+        "if kind == 'indexed_attention' and indexes": {
+            "indexer": ["1", "index_head_dim"],
+            "if fp8": {"indexer_scales": ["1", "(index_head_dim + 127) // 128 * 4"]},
+        },
+    }
+    """What an attention keeps of a token: [how many are shared out over the ranks, sizes of each]. A rank has at least
+    one. ``if CONDITION``: more of these."""
+    state: dict[str, Any] = {}
+    """The same of what layers keep of a sequence, however long it is: a list, or {shape, dtype}."""
 
 
 class FamilySpec(_Strict):

@@ -228,13 +228,18 @@ def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
 
 def _cache(c: Cache) -> str:
     what = "latents" if c.latent else "keys and values"
-    lines = [
-        f"KV cache, {c.dtype}: {what}, {c.per_layer:,} bytes a token and layer on a rank, {c.per_token:,} in all layers"
-    ]
-    sliding = sum(b for _, b in c.stages)
-    if sliding:
-        lines.append(f"{sliding} of {c.layers} layers keep a window of {c.window:,} tokens")
-    lines += [f"{n} {plain(kind)} layers: not modelled" for kind, n in c.unknown.items()]
+    if c.even:
+        each = f"{c.per_layer:,} bytes a token and layer on a rank, {c.per_token:,} in all layers"
+    else:
+        each = f"{c.per_token:,} bytes a token on a rank in all layers, at most {c.per_layer:,} in one"
+    lines = [f"KV cache, {c.dtype}: {what}, {each}"] if c.layers else ["no layer keeps keys and values"]
+    if len(c.kinds) > 1:
+        lines.append("layers: " + ", ".join(f"{n} {plain(kind)}" for kind, n in sorted(c.kinds.items())))
+    if c.sliding:
+        lines.append(f"{c.sliding} of {c.layers} layers keep a window of {c.window:,} tokens")
+    if c.per_sequence:
+        size = f"{c.per_sequence:,} bytes a sequence on a rank in all layers"
+        lines.append(f"{count(c.state_layers, 'layer')} with a state: {size}, whatever its length")
     if c.tokens:
         used = max(c.used(s) for s in range(len(c.stages)))
         reserved = max(c.reserved(s) for s in range(len(c.stages)))
@@ -332,8 +337,12 @@ def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
     if cache is not None:
         out["kv"] = {
             **pick(cache, "dtype latent bytes_per_token_and_layer=per_layer bytes_per_token=per_token layers"),
-            "sliding_layers": sum(b for _, b in cache.stages),
-            **pick(cache, "window not_modelled=unknown tokens batch max_model_len=length"),
+            "sliding_layers": cache.sliding,
+            "window": cache.window,
+            "not_modelled": {},
+            **pick(cache, "tokens batch max_model_len=length"),
+            "kinds": dict(sorted(cache.kinds.items())),
+            **pick(cache, "state_layers state_bytes_per_sequence=per_sequence"),
         }
     if training is not None:
         states = _groups(tuple(s) for s in training.held)

@@ -1,4 +1,4 @@
-"""What kind of attention each layer has, against transformers' own config classes."""
+"""What kind of attention each layer has and what it keeps, against transformers' own config and cache classes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import UnsupportedError
-from ckpttool.layout.cache import layer_kinds
+from ckpttool.layout.cache import kept_layers, layer_kinds
 from ckpttool.layout.family import find_family, load_family
-from tests.peers.families.tiny import Architecture, architectures, tiny_config
+from tests.peers.families.tiny import Architecture, architectures, tiny_config, tiny_model
 
 Config = dict[str, Any]
 
@@ -156,3 +156,109 @@ def wrong_kinds(architecture: Architecture) -> list[str]:
 def test_kinds_of_layers_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert [w for a in decoders() for w in wrong_kinds(a)] == []
+
+
+# -- what a forward pass leaves
+
+BATCH, TOKENS = 2, 24
+"""Of a pass; a tiny window has 16 tokens."""
+TINY: dict[str, Config] = {
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "rwkv": {"attention_hidden_size": 64},
+    "gemma4_text": {"per_layer_config": ..., "global_head_dim": 32, "head_dim": 16},
+}
+"""Changes of tiny configs with which a pass works, or of which others know nothing."""
+NOT_COUNTED = {
+    "cpmant", "deepseek_v4", "glm5_next", "idefics", "inkling_mm_model", "mistral_large4", "mllama", "nemo_speechlm",
+    "openai-gpt", "qwen4_exp", "qwen4_exp_text", "unlimited_ocr", "xlstm", "zaya",
+}  # fmt: skip
+"""Model types whose layers keep what no family describes; --kv refuses them."""
+NO_PASS = {
+    "blip-2", "granite4_vision", "instructblip", "instructblipvideo", "kosmos-2", "kyutai_speech_to_text",
+    "qwen2_5_omni", "qwen3_omni_moe", "voxtral_realtime",
+}  # fmt: skip
+"""Model types that cannot read text alone, or give no cache back."""
+
+
+def tensors_in(found: Any, depth: int = 0) -> Iterator[Any]:
+    """All tensors of an object that are no single numbers."""
+    import torch
+
+    if torch.is_tensor(found):
+        if found.dim() > 1:
+            yield found
+    elif depth < 6:
+        inner = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+        for value in inner or getattr(found, "__dict__", {}).values():
+            yield from tensors_in(value, depth + 1)
+
+
+def kept_by(model: Any) -> int:
+    """Bytes that a model keeps of a pass."""
+    import torch
+    from transformers import DynamicCache
+
+    ids = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 200 + 20
+    # Of all classes only this one keeps its states in its modules.
+    own = [m for m in model.modules() if type(m).__name__.startswith("RecurrentGemmaR")]
+    given = {"past_key_values": DynamicCache(config=model.config)} if own else {}
+    with torch.no_grad():
+        out = model(input_ids=ids, use_cache=True, **given)
+    names = ("past_key_values", "cache_params", "state")
+    found = given or next(c for c in (getattr(out, n, None) for n in names) if c is not None)
+    states = [getattr(m, n) for m in own for n in ("conv1d_state", "recurrent_states") if hasattr(m, n)]
+    return sum(t.nbytes for t in tensors_in([found, states]))
+
+
+def in_bf16(config: Config) -> Config:
+    return {k: in_bf16(v) if isinstance(v, dict) else "bfloat16" if k == "dtype" else v for k, v in config.items()}
+
+
+def counted(config: Config) -> int | None:
+    """Bytes that the family says for the same; None where it refuses.
+
+    transformers drops the oldest token of a full window after each pass, as the next one takes its place.
+    """
+    family = load_family(find_family(config) or "none", config)
+    try:
+        kept = kept_layers(family, config, tp=1)
+    except UnsupportedError:
+        return None
+    out = 0
+    for layer in kept:
+        tokens = min(TOKENS, layer.window - 1) if layer.window else TOKENS
+        out += BATCH * (2 * layer.attentions * sum(layer.tokens.values()) * tokens + layer.state)
+    return out
+
+
+def wrong_bytes(architecture: Architecture) -> list[str]:
+    """Where what is counted is not what a pass leaves, for a config as it is saved and for its fields alone that are
+    not the default."""
+    import torch
+
+    changes = TINY.get(architecture.model_type)
+    try:
+        model = tiny_model(architecture, changes)
+    except ValueError:  # no valid defaults
+        return []
+    head = {"architectures": [architecture.cls], "model_type": model.config.model_type, "dtype": "bfloat16"}
+    saved = in_bf16(json.loads(json.dumps(model.config.to_dict(), default=str))) | head
+    short = in_bf16(json.loads(json.dumps(model.config.to_diff_dict(), default=str))) | head
+    name = find_family(saved)
+    if name is None or load_family(name, saved).spec.cache is None:
+        return []
+    got = counted(saved)
+    if (got is None) != (architecture.model_type in NOT_COUNTED):
+        return [f"{architecture.name}: {got} bytes"]
+    if got is None or architecture.model_type in NO_PASS:
+        return []
+    torch.set_num_threads(1)
+    wanted = kept_by(model.bfloat16())
+    by_form = {"saved": got, "short": counted(short) if architecture.group == "causal" else got}
+    return [f"{architecture.name}, {k}: {n} bytes, and {wanted} are kept" for k, n in by_form.items() if n != wanted]
+
+
+@pytest.mark.parametrize("group", ["causal", pytest.param("i2t", marks=pytest.mark.thorough), "mm"])
+def test_what_layers_keep_is_what_a_pass_leaves(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [w for a in decoders() if a.group == group for w in wrong_bytes(a)] == []

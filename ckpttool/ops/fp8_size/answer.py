@@ -72,7 +72,8 @@ class Fit:
     needed: int
     memory: int
     tokens: int | None = None
-    """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv."""
+    """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv,
+    and where no layer keeps any."""
     device: str = ""
     """Its label; "" where only its memory is given."""
 
@@ -204,12 +205,8 @@ def _ranks(out: SizeReport, q: Question) -> None:
     # Engines that serve want whole blocks on every rank; what trains quantises its own share.
     ranks = partition(model, applied, mesh, q.vocab_pad or 64, blocks=not q.train, follows=follows)
     out.ranks = ranks
-    not_modelled = list(NOT_MODELLED)
     if q.kv:
         out.cache = cache_of(model, q.kv, mesh, tokens=q.tokens or 0, batch=q.batch or 1, length=q.max_model_len or 0)
-        not_modelled += [f"the state of {n} {kind} layers" for kind, n in out.cache.unknown.items()]
-        if model.config.get("index_head_dim"):
-            not_modelled.append("the indexer's keys")
     if q.train and ranks.held:
         out.training = training_of(
             ranks.held,
@@ -221,7 +218,7 @@ def _ranks(out: SizeReport, q: Question) -> None:
             moment=q.moment or "fp32",
             transposed=q.fp8_transposed,
         )
-    out.not_modelled = tuple(not_modelled)
+    out.not_modelled = NOT_MODELLED
     if q.device and ranks.held:
         out.fit = _fit(out, q.device)
 
@@ -293,9 +290,9 @@ def _fit(out: SizeReport, device: Device) -> Fit:
         return Fit(most, needed[most], memory, device=device.label)
     rooms = []
     for w, stage in zip(ranks.held, stages, strict=True):
-        if layers := sum(cache.stages[stage]):
-            rooms.append(max(0, memory - w.nbytes) // (layers * cache.per_layer))
-    return Fit(most, needed[most], memory, min(rooms, default=0), device.label)
+        if token := sum(layer.token for layer in cache.kept[stage]):
+            rooms.append(max(0, memory - w.nbytes - cache.states(stage)) // token)
+    return Fit(most, needed[most], memory, min(rooms, default=None), device.label)
 
 
 def _total_size(model: Model) -> TotalSize:
