@@ -11,13 +11,14 @@ from ckpttool.formats.registry import WRITERS
 from tests.helpers.command import reshard
 from tests.helpers.training_run import groups, names, save_run
 
-FILES = (
-    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tiktoken.model special_tokens_map.json"
-    " added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja chat_template.json generation_config.json"
-    " preprocessor_config.json video_preprocessor_config.json processor_config.json config_sentence_transformers.json"
-    " modeling_new.py configuration_new.py LICENSE LICENSE.md NOTICE README.md USE_POLICY.txt"
-    " tokenizer/tokenizer.json additional_chat_templates/rag.jinja assets/figure.png"
-).split()
+FILES = [
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "tiktoken.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "processor_config.json", "config_sentence_transformers.json", "modeling_new.py", "configuration_new.py",
+    "LICENSE", "LICENSE.md", "NOTICE", "README.md", "USE_POLICY.txt", "tokenizer/tokenizer.json",
+    "additional_chat_templates/rag.jinja", "assets/figure.png",
+]  # fmt: skip
 OPTIONS: dict[str, tuple[object, ...]] = {"zcc": ("--sharding-out", 2)}
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
