@@ -373,10 +373,8 @@ class _Reading:
         self, config: dict[str, Any], catalog: Catalog, training: base.Training | None
     ) -> base.StoredCheckpoint:
         listing = self.save.listing
-        root, carried, notes = nemo.small_files(listing) or (
-            listing.root,
-            *base.companions(listing, [COMMON, BACKEND, *(f.place.name for f in self.files)]),
-        )
+        own = [COMMON, BACKEND, *(f.place.name for f in self.files)]
+        root, carried, notes = nemo.small_files(listing) or run.small_files(self.save, own)
         if self.left:
             notes.append(f"not plain data, and left out: {some(self.left)}")
         target = self.args.get("transformer_impl")

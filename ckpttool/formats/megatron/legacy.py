@@ -200,10 +200,8 @@ class _Reader:
         self.notes += run.other_iteration(self.save.listing, self.said.get("iteration"))
         if not self.args:
             self.notes.append("the save has no arguments (--no-save-args): config.json and names say the sizes")
-        root, carried, more = nemo.small_files(self.save.listing) or (
-            self.save.beside.root,
-            *base.companions(self.save.beside, [run.POINTER]),
-        )
+        own = [n.name for n in named]
+        root, carried, more = nemo.small_files(self.save.listing) or run.small_files(self.save, own)
         return base.StoredCheckpoint(
             self.format_name,
             root,

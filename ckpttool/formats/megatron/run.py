@@ -10,12 +10,14 @@ Source: megatron/training/checkpointing.py of Megatron-LM.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import printable
 from ckpttool.errors import IncompleteError
+from ckpttool.formats import base
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import open_file
+from ckpttool.storage.place import Place, open_file
 from ckpttool.words import some
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -86,6 +88,22 @@ def find(listing: Listing, *, is_save: bool) -> Save:
         why = f"{name} is read, the last of {len(here)} saves; there is no `{POINTER}`"
     own = "config.json" in found.names and "config.json" not in listing.names
     return Save(found, found if own else listing, [why])
+
+
+def small_files(save: Save, own: Iterable[str]) -> tuple[Place, tuple[str, ...], list[str]]:
+    """The directory of the small files beside a save, their names, and notes about what is not carried.
+
+    ``own`` are names of the save's own files and directories.
+    """
+    skip = {*own, POINTER}
+    carried, notes = base.companions(save.beside, skip)
+    if save.listing.root != save.beside.root:
+        inner, more = base.companions(save.listing, skip)
+        notes += more
+        folders = [f"{n}/" for n in save.listing.folders() if n not in skip]
+        if left := [f"{save.listing.root.name}/{n}" for n in (*inner, *folders)]:
+            notes.append(f"not carried, because they belong to one save: {some(left)}")
+    return save.beside.root, carried, notes
 
 
 def config_of(save: Save) -> dict[str, Any]:

@@ -49,11 +49,11 @@ from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
 from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers, end_to_end
-from ckpttool.formats.paddle.training import read_training
+from ckpttool.formats.paddle.training import read_training, small_files
 from ckpttool.geometry import contiguous_strides
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.select import exactly
-from ckpttool.storage.listing import COMPANION_LIMIT, Listing, list_source
+from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
 from ckpttool.storage.place import DataFile, Place, read_each
 
@@ -67,10 +67,6 @@ MOST_RANKS = 4096
 _SIZE_FLAGS = {"tp": "tp", "pp": "pp", "shard": "sharding", "moe": "expert", "ep": "expert"}
 _EXPERT = re.compile(r"(?<![^.])experts\.(\d{1,9})(?![^.])")
 _LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d{1,9})(?![^.])")
-_TRAINER_FILES = re.compile(
-    r"rng_state(?:_\d+)?\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
-)
-"""Small files of the trainer whose names end as weights do."""
 
 _STATES = tuple(sorted(paddle_config.STATES, key=lambda s: (s.startswith("beta"), s)))
 """Accumulators in the order in which they are listed."""
@@ -894,14 +890,9 @@ class _Reader:
         if listing.single:
             return ()
         own = [n for n in listing.names if n == META or hybrid_names.parse_file_name(n)]
-        carried, notes = base.companions(listing, own)
+        carried, notes = small_files(listing, own)
         self.notes += notes
-        trainer = {
-            n
-            for n in listing.names
-            if _TRAINER_FILES.fullmatch(n) and DataFile.at(listing.path(n)).size <= COMPANION_LIMIT
-        }
-        return tuple(n for n in listing.names if n in trainer or n in carried)
+        return carried
 
     def _native(self) -> hybrid_names.HybridNames:
         sizes, meta = self.sizes, self.meta

@@ -7,21 +7,36 @@ keeps has no place in Paddle's files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.containers.pickle_write import plain_pickle
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import Training, WriteRequest
-from ckpttool.storage.listing import Listing
+from ckpttool.formats.base import Training, WriteRequest, companions
+from ckpttool.storage.listing import COMPANION_LIMIT, Listing
+from ckpttool.storage.place import DataFile
 from ckpttool.words import some
 
 SCHEDULE = "LR_Scheduler"
 """What Paddle calls the state of the learning rate in the optimizer's files."""
 SCHEDULE_FILE = "scheduler.pdparams"
 """The same, beside them."""
+
+TRAINER_FILES = re.compile(
+    r"rng_state.*\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
+)
+"""Small files of the trainer whose names end as weights do."""
+
+
+def small_files(listing: Listing, own: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Small files of a checkpoint, those of the trainer included; and a note about those too large to carry."""
+    carried, notes = companions(listing, own)
+    trainer = [n for n in listing.names if TRAINER_FILES.fullmatch(n)]
+    small = {n for n in trainer if DataFile.at(listing.path(n)).size <= COMPANION_LIMIT}
+    return tuple([n for n in listing.names if n in small or n in carried]), notes
 
 
 def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> Training | None:

@@ -30,7 +30,7 @@ from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
-from ckpttool.formats.paddle.training import left_out, read_training, schedule_file
+from ckpttool.formats.paddle.training import TRAINER_FILES, left_out, read_training, schedule_file, small_files
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
 from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
@@ -45,10 +45,6 @@ _RANKED = re.compile(
 )
 _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)")
 _QUANTISED = re.compile(r"@(?:min_|max_)?scales\Z")
-_CARRIED = re.compile(
-    r"(?:rng_state.*\.pth|saved_signal_\d+|scheduler\.pdparams|scaler\.pdparams|training_args\.bin|trainer_state\.(?:json|bin)"
-    r"|.*\.json|.*\.txt|.*\.model|.*\.jinja|.*\.npy)\Z"
-)
 _OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z")
 _WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z")
 
@@ -102,7 +98,7 @@ class Unified:
             except CorruptError:
                 return 0  # what reads it says so
         # A save that failed may have left only what is carried; transformers writes a training_args.bin, too.
-        carried = all(_CARRIED.match(n) for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        carried = all(TRAINER_FILES.fullmatch(n) for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
         return int(carried and not listing.safetensors() and "training_args.bin" in names)
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
@@ -258,7 +254,8 @@ class _Reader:
         tensors = [self._as_paddle(t) for t in tensors]
         self._master_as_model(tensors, dtypes, indexes["optimizer"])
         self._check_index(indexes, held)
-        own = {f.path.name for f in self.found}
+        own = [*(f.path.name for f in self.found), *(n for n in self.listing.names if _OWN.match(n))]
+        carried, more = small_files(self.listing, own)
         return base.StoredCheckpoint(
             "unified",
             self.listing.root,
@@ -267,8 +264,8 @@ class _Reader:
             Mesh(),
             dialect="paddle",
             config=self.config,
-            companions=tuple(n for n in self.listing.names if n not in own and not _OWN.match(n) and _CARRIED.match(n)),
-            notes=self.notes,
+            companions=carried,
+            notes=[*self.notes, *more],
             metadata={"format": self.formats.get("model", "")},
             shards=self.shards,
             dtypes=dtypes,
