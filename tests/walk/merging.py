@@ -309,6 +309,8 @@ START: dict[str, Start] = {
     "one stores the head": _tied("both", "embedding", "--method", "average"),
     "the head is the base's": _tied("embedding", "embedding", *_DARE, "--missing", "base"),
     "F16 and BF16": _tied("embedding", "embedding", "--method", "average", dtypes=("F16", "BF16")),
+    "F32 and BF16": _tied("embedding", "embedding", "--method", "average", dtypes=("BF16", "F32")),
+    "a tied model and an untied one": _tied("both", "apart", "--method", "average"),
     "the larger vocabulary": _tied("embedding", "embedding", "--method", "average", "--vocab", "max", rows=8),
 }
 """One chain for each defect that was found: what must not come back."""
