@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -11,21 +12,33 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.walk.chain import Told, walk
+from tests.walk.merging import START, walk_merges, walk_start
 from tests.walk.run import warm
 
 
-def _one(job: tuple[int, str, bool]) -> Told:
-    seed, root, keep = job
-    folder = Path(root) / f"chain-{seed}"
+def _one(job: tuple[int | str, str, bool, float]) -> list[Told]:
+    """The two chains of a seed, or one of the start set; none once the time is over."""
+    which, root, keep, end = job
+    if time.monotonic() > end:
+        return []
+    if isinstance(which, str):
+        return [_walked(which, Path(root) / which.replace(" ", "-"), keep=keep)]
+    return [_walked(which, Path(root) / f"{name}-{which}", keep=keep) for name in ("chain", "merges")]
+
+
+def _walked(which: int | str, folder: Path, *, keep: bool) -> Told:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        return walk(seed, folder)
+        if isinstance(which, str):
+            return walk_start(which, folder)
+        return (walk_merges if folder.name.startswith("merges") else walk)(which, folder)
     except Exception:  # noqa: BLE001  # one chain's trouble is not the others'
-        return Told(seed, wrong=f"the walk itself: {traceback.format_exc()}")
+        return Told(which if isinstance(which, int) else -1, wrong=f"the walk itself: {traceback.format_exc()}")
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -35,28 +48,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.walk")
     parser.add_argument("--chains", type=int, default=2000)
     parser.add_argument("--from", dest="first", type=int, default=0, help="first seed")
-    parser.add_argument("--seed", type=int, help="this chain only, with its commands")
+    parser.add_argument("--seconds", type=float, help="as many chains as this time allows, instead of --chains")
+    parser.add_argument("--seed", type=int, help="the chains of this seed only, with its commands")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path, help="leave the files of the chains here")
     said = parser.parse_args()
     shared = Path("/dev/shm")  # noqa: S108  # memory, where there is such a place
     root = said.keep or Path(tempfile.mkdtemp(prefix="walk-", dir=shared if os.access(shared, os.W_OK) else None))
     root.mkdir(parents=True, exist_ok=True)
-    seeds = [said.seed] if said.seed is not None else range(said.first, said.first + said.chains)
-    jobs = [(seed, str(root.resolve()), said.keep is not None) for seed in seeds]
     warm()
     start = time.monotonic()
+    end = start + said.seconds if said.seconds else float("inf")
+    jobs = ((which, str(root.resolve()), said.keep is not None, end) for which in _which(said))
     told: list[Told] = []
     try:
         with multiprocessing.get_context("fork").Pool(said.jobs) as pool:
-            for one in pool.imap(_one, jobs):
-                told.append(one)
-                if one.wrong or said.seed is not None:
-                    _show(one)
+            while batch := list(itertools.islice(jobs, 8 * said.jobs)):
+                for one in itertools.chain.from_iterable(pool.imap(_one, batch)):
+                    told.append(one)
+                    if one.wrong or said.seed is not None:
+                        _show(one)
+                if time.monotonic() > end:
+                    break
     finally:
         if said.keep is None:
             shutil.rmtree(root, ignore_errors=True)
     return _sum_up(told, time.monotonic() - start)
+
+
+def _which(said: argparse.Namespace) -> Iterator[int | str]:
+    """The start set, then seeds."""
+    if said.seed is not None:
+        yield said.seed
+        return
+    yield from START
+    yield from itertools.count(said.first) if said.seconds else range(said.first, said.first + said.chains)
 
 
 def _say(text: str) -> None:
@@ -67,15 +93,16 @@ def _say(text: str) -> None:
 def _show(one: Told) -> None:
     _say("\n".join(one.log))
     if one.wrong:
-        _say(f"WRONG {one.wrong}\n    python -m tests.walk --seed {one.seed}\n")
+        again = f"python -m tests.walk --seed {one.seed}" if one.seed >= 0 else "in the start set"
+        _say(f"WRONG {one.wrong}\n    {again}\n")
 
 
 def _sum_up(told: list[Told], seconds: float) -> int:
     steps: Counter[str] = sum((t.steps for t in told), Counter())
     pairs: Counter[tuple[str, str]] = sum((t.pairs for t in told), Counter())
     _say(f"\n{len(told)} chains, {seconds:.0f} s")
-    for name, count in steps.most_common():
-        _say(f"{count:7,} {name}")
+    for what, count in steps.most_common():
+        _say(f"{count:7,} {what}")
     _say("\nwritten and judged")
     formats = sorted({f for _, f in pairs})
     _say(f"{'':14}" + "".join(f"{f:>10}" for f in formats))
@@ -91,7 +118,8 @@ def _sum_up(told: list[Told], seconds: float) -> int:
     wrong = [t for t in told if t.wrong]
     _say(f"\n{len(wrong)} wrong")
     for t in wrong:
-        _say(f"  {t.seed}: {t.wrong.splitlines()[0][:200]}")
+        which = t.log[0] if t.seed < 0 and t.log else t.seed
+        _say(f"  {which}: {t.wrong.splitlines()[0][:200]}")
     return 1 if wrong else 0
 
 

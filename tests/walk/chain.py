@@ -444,7 +444,7 @@ def _kind(err: str) -> str:
     return re.sub(r"\[[\d, ]+\]", "[..]", re.sub(r"\d+", "N", re.sub(r"`[^`]*`", "`..`", line)))[:150]
 
 
-def _check_end(ended: Ended, folder: Path, dst: Path, others: set[str]) -> None:
+def check_end(ended: Ended, folder: Path, dst: Path, others: set[str]) -> None:
     """Raises Wrong unless a command that was not killed ended as it is documented to."""
     if "Traceback (most recent call last)" in ended.err or ended.code < 0:
         raise Wrong(f"exit {ended.code}: {ended.err.strip()[-1500:]}")
@@ -477,7 +477,7 @@ def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: To
         ended = ckpttool(words, folder, call)
         told.log.append(f"ckpttool {' '.join(words)}   # killed at call {call}: {ended.code}")
         if ended.code != -9 and "a worker process ended: killed" not in ended.err:
-            _check_end(ended, folder, dst, others)
+            check_end(ended, folder, dst, others)
             return ended
         told.steps["killed"] += 1
         shutil.rmtree(folder / "tmp", ignore_errors=True)
@@ -494,7 +494,7 @@ def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: To
             words.append("--force")
     ended = ckpttool(words, folder)
     told.log.append(f"ckpttool {' '.join(words)}   # {ended.code}")
-    _check_end(ended, folder, dst, others)
+    check_end(ended, folder, dst, others)
     return ended
 
 

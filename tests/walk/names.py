@@ -205,6 +205,9 @@ def vllm(model: Model, table: Table) -> Table:
     """The parameters of vLLM's modules. Raises Unclear."""
     family = model.family
     table = _without_derived(model, without_prediction(model, table))
+    no_bias = family in ("qwen3", "qwen3_moe", "ernie4_5", "ernie4_5_moe")
+    if no_bias and any(name.endswith("self_attn.o_proj.bias") for name in table):
+        raise Unclear("the o_proj of vLLM's model has no bias")
     if family == "gpt_neox":
         table = _one_head(model, hugging_face(model, table, Style()))
         return rename(table, ("gpt_neox.{a}", "model.{a}"), ("embed_out.{a}", "lm_head.{a}"))

@@ -8,11 +8,25 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sample import some
+from tests.walk.merging import START, walk_start
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+_OPEN = {
+    *(name for name in START if name.startswith("slices of ") and "ernie" not in name),
+    "a mask for each name of a tied weight",
+    "one stores the head",
+    "the head is the base's",
+    "F16 and BF16",
+    "F32 and BF16",
+    "a tied model and an untied one",
+}
+"""Of the start set: what is still wrong."""
+
+
+@pytest.mark.xfail(bool(_OPEN), reason="the start set is walked first")
 @pytest.mark.thorough  # `make walk` is the walk itself; this one shows that it can be started
 def test_sample() -> None:
     # In chain 7 a command works, one is refused, and one is killed and resumed.
@@ -22,7 +36,15 @@ def test_sample() -> None:
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
 
 
-@pytest.mark.parametrize("module", ["bits", "forms", "models", "names", "ranks", "judge", "paddle"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.xfail(strict=True)] * (n in _OPEN)) for n in START]
+)
+def test_what_was_wrong_stays_right(name: str, tmp_path: Path) -> None:
+    told = walk_start(name, tmp_path)
+    assert not told.wrong, "\n".join([*told.log, told.wrong])
+
+
+@pytest.mark.parametrize("module", ["bits", "forms", "models", "names", "numbered", "ranks", "judge", "paddle"])
 def test_what_makes_and_judges_shares_nothing_with_the_package(module: str) -> None:
     tree = ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8"))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
