@@ -453,3 +453,11 @@ def test_a_head_that_config_json_says_nothing_about(said: bool | None, untied: b
     read = read_torch(last).value
     assert "output_layer.weight" in read["model"]
     assert plain_args(read["args"])["untie_embeddings_and_output_weights"] is untied
+
+
+def test_a_window_that_config_json_leaves_out() -> None:
+    """transformers takes one all the same; null is none."""
+    for config, window, more in ((MISTRAL, 4095, None), (GPT_OSS, 127, 2)):
+        missing = args_of({k: v for k, v in config.items() if k not in ("sliding_window", "layer_types")})
+        assert (tuple(missing["window_size"]), missing["window_attn_skip_freq"]) == ((window, 0), more)
+        assert "window_size" not in args_of({**config, "sliding_window": None})

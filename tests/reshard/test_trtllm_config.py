@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.errors import UnsupportedError
 from ckpttool.formats.engines.trtllm import from_hugging_face, to_hugging_face
 from tests.helpers.command import reshard
 
@@ -62,3 +63,23 @@ def test_a_window_of_mistral(window: int | None) -> None:
     """transformers takes 4,096 where nothing is said."""
     ours = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     assert to_hugging_face(from_hugging_face({**ours, "num_attention_heads": 4}))["sliding_window"] == window
+
+
+def test_a_window_that_nothing_is_said_of() -> None:
+    assert from_hugging_face({"model_type": "mistral", "num_attention_heads": 4})["sliding_window"] == 4096
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+        {"model_type": "mixtral", "sliding_window": 8},
+        {"model_type": "llama", "layer_types": ["sliding_attention"]},
+    ],
+)
+def test_windows_that_the_config_cannot_say(fields: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="cannot say that layers have a window"):
+        from_hugging_face({"num_attention_heads": 4, **fields})
+    from_hugging_face(
+        {"model_type": "qwen2", "num_attention_heads": 4, "sliding_window": 8, "use_sliding_window": False}
+    )

@@ -150,6 +150,20 @@ def to_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _refuse_windows(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for layers that attend to a window, of which only Mistral's config there can speak."""
+    listed = config.get("layer_types")
+    kinds = listed if isinstance(listed, list) else []
+    asked = config.get("use_sliding_window", config.get("model_type") == "mixtral") and config.get("sliding_window")
+    other = next((k for k in kinds if k not in ("full_attention", "attention")), "")
+    if other or (asked and not kinds):
+        field = "layer_types" if other else "sliding_window"
+        raise UnsupportedError(
+            f"TensorRT-LLM's config.json cannot say that layers have a window of attention (`{field}`)",
+            hint="--to hf or vllm",
+        )
+
+
 def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
     """A TensorRT-LLM config from Hugging Face's fields; the mapping is added by ``write``."""
     config = _flat_rope(config_fields(config))
@@ -173,10 +187,11 @@ def from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
             "top_k": config.get("num_experts_per_tok", 2),
             "normalization_mode": 1,
         }
-    if config.get("model_type") != "mistral":  # which has no biases, whatever its config says
+    if config.get("model_type") != "mistral":
         out |= {theirs: True for theirs, ours in _BIASES.items() if config.get(ours) is True}
-    elif config.get("sliding_window"):
-        out["sliding_window"] = config["sliding_window"]
+        _refuse_windows(config)
+    elif window := config.get("sliding_window", 4096):  # it has no biases, whatever its config says
+        out["sliding_window"] = window
     if config.get("model_type") == "qwen2":
         out["qwen_type"] = "qwen2"
         out["attn_bias"] = True

@@ -257,9 +257,9 @@ def window_of(a: Fields) -> int | None:
     return got[0] + 1
 
 
-def window_args(c: Fields, name: str = "sliding_window") -> dict[str, Any]:
-    """The same, of config.json."""
-    window = c.whole(name, least=1)
+def window_args(c: Fields, missing: int = 0) -> dict[str, Any]:
+    """The same, of config.json; ``missing``: the window that transformers takes where nothing is said."""
+    window = c.whole("sliding_window", least=1) if "sliding_window" in c.values else missing
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": None} if window else {}
 
 
@@ -296,7 +296,7 @@ class Mistral(Kind):
         return super().own_config(a, layers) | {"sliding_window": window_of(a)}
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
-        return window_args(c)
+        return window_args(c, 4096)
 
 
 class Phi3(Kind):
@@ -956,8 +956,8 @@ class GptOss(Kind):
         near = [int(k == "sliding_attention") for k in kinds]
         every: Any = 2 if near == [1 - i % 2 for i in range(layers)] else near
         own = {**self.own, **moe_args(experts_of(c, "num_local_experts", "num_experts"), chosen, width, 1)}
-        window = {**window_args(c), "window_attn_skip_freq": every} if any(near) and "sliding_window" in c else {}
-        return own | window
+        window = window_args(c, 128) if any(near) else {}
+        return own | window | ({"window_attn_skip_freq": every} if window else {})
 
 
 KINDS: tuple[Kind, ...] = (
