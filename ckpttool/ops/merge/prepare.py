@@ -28,6 +28,7 @@ from ckpttool.layout.family import pick_family
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
+from ckpttool.ops.merge.fields import in_line
 from ckpttool.ops.merge.form import OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
@@ -160,10 +161,10 @@ def prepare(
         donor.checkpoint.config,
         layers=_donor_layers(resolved.layers, donor_ref, donor.layers),
         stacks={s: _of_donor(origins, donor_ref) for s, origins in resolved.stacks.items()},
-        vocabulary=words.rows if words is not None else builder.vocabulary,
         dequantised=any(models[r].quantised for r in refs),
         untied=any(Key(n, recipe.component) in builder.tensors for n in adaptations.apart),
     )
+    config, files = in_line(config, donor, builder.tensors, words, models.notes)
     if form is None:
         config = donor.checkpoint.dialect.published_config(config)
     provenance = _provenance(recipe, choices, models, adaptations, builder)
@@ -178,7 +179,7 @@ def prepare(
         replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form, donor.checkpoint)),
         _with_owners(selection, merged.catalog, models),
         computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
-        written=list(words.files.items()) if words is not None else (),
+        written=[*(words.files.items() if words is not None else ()), *files],
     )
     provenance.format = prepared.format
     methods = [c.method == "passthrough" and recipe.method != "passthrough" for c in builder.computed]
