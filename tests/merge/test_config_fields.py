@@ -62,7 +62,7 @@ def test_a_part_in_another_dtype(tmp_path: Path) -> None:
     """Norms in float32 stay what they are, and so does the part of the config that says so."""
     for name, dtype in (("a", f16), ("b", bf16)):
         tensors = {n: (f32 if "norm" in n else dtype)(floats(r)) for n, r in llama(layers=1, seed=ord(name)).items()}
-        fields = {"torch_dtype": "float16", "vision_config": {"torch_dtype": "float32"}}
+        fields: dict[str, Any] = {"torch_dtype": "float16", "vision_config": {"torch_dtype": "float32"}}
         save(tmp_path / name, tensors, llama_config(layers=1, **fields))
     merge(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "dst")
     config = config_of(tmp_path / "dst")
