@@ -28,6 +28,11 @@ def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *([text] if isinstance(text, Mapping) else [])]
 
 
+def is_part(name: str, value: object) -> bool:
+    """Whether a field of a config is the config of a model inside it (``text_config``, ``decoder``)."""
+    return isinstance(value, dict) and name not in QUANTIZATION and (name.endswith("_config") or "model_type" in value)
+
+
 def config_field(config: Mapping[str, Any], name: str) -> Any:
     """What the config says under this name; None where it says nothing."""
     return next((p[name] for p in config_places(config) if p.get(name) is not None), None)

@@ -141,7 +141,8 @@ class Family:
         """The tensors that are stored by their owner only, if at all, and those owners; {} when nothing is tied."""
         ops = [op for spec in self.spec.namings.values() for op in spec]
         found = [self.spec.ties or _TIES, *(t for op in ops for t in (op.tie, op.tie_as, op.tie_staged) if t)]
-        return {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
+        tied = {copy: owner for pairs in found for copy, owner in pairs.items()} if self.tied else {}
+        return {**tied, **self.spec.shared}
 
     def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
         """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages.

@@ -293,7 +293,8 @@ def _renamed(data: dict[str, Any], longer: Callable[[str], str]) -> dict[str, An
     for stack in ("layers", *data.get("stacks", {})):
         holder = out if stack == "layers" else out["stacks"]
         holder[stack] = {**holder[stack], "prefix": longer(holder[stack]["prefix"])}
-    out["ties"] = {longer(k): longer(v) for k, v in data.get("ties", {}).items()}
+    for key in ("ties", "shared"):
+        out[key] = {longer(k): longer(v) for k, v in data.get(key, {}).items()}
     out["fusions"] = {
         name: {**f, "whole": longer(f["whole"]), "parts": [longer(p) for p in f["parts"]]}
         for name, f in data.get("fusions", {}).items()

@@ -215,6 +215,8 @@ class FamilySpec(_Strict):
     """What names begin with that checkpoints of the model without its head may have without it."""
     ties: dict[str, str] = {}
     """name: owner, of which it is a copy with tie_word_embeddings."""
+    shared: dict[str, str] = {}
+    """The same, whatever the config says of the head."""
     no_pipeline: str = ""
     """Why the layers of the model cannot be shared out over pipeline stages; "" where they can."""
     fusions: dict[str, FusionSpec] = {}

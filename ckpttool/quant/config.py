@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.formats.config import QUANTIZATION, config_places
+from ckpttool.formats.config import QUANTIZATION, config_places, is_part
 from ckpttool.quant.scheme import GROUP, Scheme, scheme
 
 HF_QUANT = "hf_quant_config.json"
@@ -22,14 +22,22 @@ DTYPE_FIELDS = ("torch_dtype", "dtype")
 """Of config.json and its sections: the dtype of weights in high precision."""
 
 
+def mapped_fields(config: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """A config whose fields are changed, and those of its sections (``text_config``, ``vision_config``, ...); what it
+    says about quantisation stays."""
+    return {k: mapped_fields(v, change) if is_part(k, v) else change(k, v) for k, v in config.items()}
+
+
 def with_fields(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with these values in the fields that it has, and in those of its sections (``text_config``,
-    ``vision_config``, ...); what it says about quantisation stays."""
-    out = {
-        k: with_fields(v, values) if k.endswith("_config") and k not in QUANTIZATION and isinstance(v, dict) else v
-        for k, v in config.items()
-    }
-    return out | {k: v for k, v in values.items() if k in config}
+    """A config with these values in the fields that it and its sections have; where a field has a value for each
+    section (transformers' ``dtype``), in all of them."""
+
+    def changed(name: str, said: Any) -> Any:
+        if name not in values:
+            return said
+        return dict.fromkeys(said, values[name]) if isinstance(said, dict) else values[name]
+
+    return mapped_fields(config, changed)
 
 
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -64,10 +72,7 @@ def section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model in high precision."""
-    out = {k: v for k, v in config.items() if k not in QUANTIZATION}
-    if isinstance(text := out.get("text_config"), Mapping):
-        out["text_config"] = {k: v for k, v in text.items() if k not in QUANTIZATION}
-    return out
+    return {k: without(v) if is_part(k, v) else v for k, v in config.items() if k not in QUANTIZATION}
 
 
 def said(config: Mapping[str, Any]) -> Said:

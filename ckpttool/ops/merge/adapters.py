@@ -24,23 +24,16 @@ class Adaptations:
         self._rounded = rounded
         self._changes: dict[ModelRef, Changes] = {}
         self._hashes: dict[ModelRef, list[tuple[str, str]]] = {}
-        self.untied = False
-        """Whether the merged model has both of two tensors that some model ties: an adapter replaces one of them, or
-        another model is not tied."""
+        self.apart = models.apart
+        """Tied tensors that the output has by themselves: some models do, or an adapter replaces one of two."""
         for ref in refs:
             if ref.adapters:
                 self._open(ref)
-        for copy, owner in {pair: None for ref in refs for pair in _shared(models[ref]).items()}:
-            if not self.untied and any(copy in models[ref].views for ref in refs):
-                self.untied = True
-                models.notes.append(
-                    f"not all models tie `{copy}` to `{owner}`; the output has both, and tie_word_embeddings: false"
-                )
 
     def _open(self, ref: ModelRef) -> None:
         model = self._models[ref]
         shapes = {n: v.shape for n, v in model.views.items()}
-        for copy, owner in _shared(model).items():
+        for copy, owner in model.ties.items():
             shapes[copy] = shapes[owner]
         kv_heads = model.checkpoint.config.get("num_key_value_heads", 0)
         found = []
@@ -65,9 +58,9 @@ class Adaptations:
         """What adapters do to tied tensors, as in PEFT: low-rank terms of either change the one weight that both are,
         and a tensor that was trained as a whole leaves the other one as it is, which unties them."""
         model, table, notes = self._models[ref], dict(changes.table), self._models.notes
-        for copy, owner in model.checkpoint.family.ties.items():
+        for copy, owner in model.ties.items():
             changed = {n: table[n] for n in (owner, copy) if n in table}
-            if not changed or owner not in model.views:
+            if not changed:
                 continue
             replaced = {n for n, c in changed.items() if c.whole is not None and not c.in_place}
             terms = tuple([term for c in changed.values() for term in c.terms])
@@ -75,28 +68,26 @@ class Adaptations:
             table |= {n: table[n] if n in replaced else shared for n in (owner, copy)}
             what = f"`{owner}` and `{copy}`, which the config ties to each other"
             if replaced:
-                self.untied = True
+                self.apart.update(model.ties.keys() - model.checkpoint.family.spec.shared.keys())
                 notes.append(f"{ref}: an adapter sets apart {what}; the output has tie_word_embeddings: false")
-            elif copy in model.views:
-                notes.append(f"{ref}: {what}, change together")
         return Changes(table, changes.notes)
 
     def names(self, ref: ModelRef) -> list[str]:
         """The tensors of a model; where tied ones of any model have become two, both of them."""
         model = self._models[ref]
-        return [*model.views, *(_shared(model) if self.untied else ())]
+        return [*model.views, *(c for c in model.ties if c in self.apart)]
 
     def dtype(self, ref: ModelRef, name: str) -> str:
         """dtype of a tensor; an adapter does not change it."""
         model = self._models[ref]
-        return model.dtype(_shared(model).get(name, name))
+        return model.dtype(model.ties.get(name, name))
 
     def operand(self, ref: ModelRef, name: str, operands: Operands) -> Operand:
         """What a Compute reads for a tensor."""
         model = self._models[ref]
         change = self._changes[ref].table.get(name, Change()) if ref in self._changes else Change()
         label = f"`{name}` of {ref}"
-        name = _shared(model).get(name, name)
+        name = model.ties.get(name, name)
         weight = model.operand(name, operands) if change.whole is None else operands.stored(change.whole, label)
         if not change.terms:
             return weight
@@ -112,12 +103,6 @@ class Adaptations:
     def hashes(self, ref: ModelRef) -> list[tuple[str, str]]:
         """(path, hash) of each file of the adapters."""
         return self._hashes.get(ref, [])
-
-
-def _shared(model: Model) -> dict[str, str]:
-    """The tied tensors that a model does not store, and the ones that hold their elements."""
-    ties = model.checkpoint.family.ties
-    return {copy: owner for copy, owner in ties.items() if copy not in model.views and owner in model.views}
 
 
 def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:

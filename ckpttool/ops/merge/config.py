@@ -24,7 +24,6 @@ def merged_config(
     *,
     layers: Sequence[int] | None = None,
     stacks: Mapping[str, Sequence[int]] | None = None,
-    vocabulary: int | None = None,
     dequantised: bool = False,
     untied: bool = False,
 ) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def merged_config(
     ``layers`` are the donor's layer numbers in the order of the output, when slices have changed them: lists with
     one entry per layer (``layer_types``) follow, and fields that tell layers apart by number, as ``renumbered`` has
     it. ``stacks`` are the same of a model with several stacks of layers, by what names in each begin with.
-    ``vocabulary`` is the new number of tokens. ``untied``: head and embeddings were one tensor and are two.
+    ``untied``: head and embeddings were one tensor and are two.
     Raises UnsupportedError where ``renumbered`` does, and for a stack whose layers no field of the config counts.
     """
     config = without(donor) if dequantised else dict(donor)
@@ -43,8 +42,6 @@ def merged_config(
         config["text_config"] = dict(text)
         parts.append(config["text_config"])
     for part in parts:
-        if vocabulary is not None and "vocab_size" in part:
-            part["vocab_size"] = vocabulary
         if layers is not None:
             _restack(part, layers)
         if untied and (part is config or TIED in part):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.statements import inverse
+from ckpttool.ops.merge.ties import tied_names, without_copies
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -27,6 +28,7 @@ from ckpttool.relate import (
 )
 from ckpttool.storage.place import DataFile, parse_place
 from ckpttool.targeting.recode import high_precision, scaled
+from ckpttool.words import some
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Model:
     """By name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
     """The quantised weights, by name."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Names of tied tensors, none of which it has, and of the tensors that are in their place."""
     derived: tuple[int, str] = (0, "")
     """How many of its tensors are elements of another dtype, rounded, and that dtype: model weights that a trainer
     stores as master weights only."""
@@ -81,10 +85,14 @@ class Model:
 class Models:
     """All models of a merge; each path is opened once."""
 
-    def __init__(self, options: OpenOptions, component: str = "model", dequant: str = "") -> None:
+    def __init__(
+        self, options: OpenOptions, component: str = "model", dequant: str = "", removed: Sequence[str] = ()
+    ) -> None:
         """``component`` is what is merged: the model weights, or the master weights. ``dequant`` is the dtype that
-        quantised weights count as; "" is what each model's config says."""
+        quantised weights count as; "" is what each model's config says. ``removed``: patterns of tensors that will be
+        left out."""
         self.dequant = dequant
+        self.removed = removed
         self.options = options
         self.component = component
         self.files: list[DataFile] = []
@@ -115,26 +123,27 @@ class Models:
         left: dict[str, None] = {}
         for path, checkpoint in checkpoints.items():
             views = _weights(path, checkpoint, self.component, canonical=not as_they_are)
+            ties = tied_names(checkpoint, views.table, canonical=not as_they_are)
+            views = without_copies(views, ties, self.removed)
             self.notes += [f"{path}: {n}" for n in views.notes]
             self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
-            self._store_once(model)
+            model.ties = {c: o for c, o in ties.items() if c not in model.views and o in model.views}
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
         if left:
             what = "model weights" if self.component == "model" else "master weights"
             self.notes.append(f"{', '.join(left)} of the sources left out: {what} are merged, and nothing else")
         self.as_they_are = as_they_are
+        if apart := self.apart:
+            what = some(sorted(apart))
+            self.notes.append(f"tied in some models, tensors by themselves in others and in the output: {what}")
 
-    def _store_once(self, model: Model) -> None:
-        """Leave out copies of tied tensors: merged apart, they would differ under a config that ties them.
-
-        The copy is compared with its owner while the data moves.
-        """
-        for copy, owner in model.checkpoint.family.ties.items():
-            if copy in model.views and owner in model.views and not {copy, owner} & model.codes.keys():
-                self.tied.append((model.views.pop(copy), model.views[owner]))
+    @property
+    def apart(self) -> set[str]:
+        """Tensors that are tied in some models and by themselves in others."""
+        return {copy for model in self for copy in model.ties if any(copy in other.views for other in self)}
 
     def __getitem__(self, ref: ModelRef) -> Model:
         return self._by_path[ref.path]

@@ -28,6 +28,7 @@ from ckpttool.layout.family import pick_family
 from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
+from ckpttool.ops.merge.fields import in_line
 from ckpttool.ops.merge.form import OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
@@ -37,6 +38,7 @@ from ckpttool.plan import Plan, Randomness
 from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
+from ckpttool.select import compile_pattern
 from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
@@ -137,7 +139,7 @@ def prepare(
     dtype = parse(dtype).name if dtype else ""
     if masters:
         _check_masters(recipe, refs, dtype)
-    models = _opened(recipe, refs, options, choices)
+    models = _opened(recipe, refs, options, choices, selection.remove)
     adaptations = Adaptations(models, refs, rounded=recipe.method != "passthrough")
     donor_ref = recipe.base or refs[0]
     donor = models[donor_ref]
@@ -159,10 +161,10 @@ def prepare(
         donor.checkpoint.config,
         layers=_donor_layers(resolved.layers, donor_ref, donor.layers),
         stacks={s: _of_donor(origins, donor_ref) for s, origins in resolved.stacks.items()},
-        vocabulary=words.rows if words is not None else builder.vocabulary,
         dequantised=any(models[r].quantised for r in refs),
-        untied=adaptations.untied,
+        untied=any(Key(n, recipe.component) in builder.tensors for n in adaptations.apart),
     )
+    config, files = in_line(config, donor, builder.tensors, words, models.notes)
     if form is None:
         config = donor.checkpoint.dialect.published_config(config)
     provenance = _provenance(recipe, choices, models, adaptations, builder)
@@ -175,9 +177,9 @@ def prepare(
     prepared = plan_target(
         merged,
         replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form, donor.checkpoint)),
-        selection,
+        _with_owners(selection, merged.catalog, models),
         computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
-        written=list(words.files.items()) if words is not None else (),
+        written=[*(words.files.items() if words is not None else ()), *files],
     )
     provenance.format = prepared.format
     methods = [c.method == "passthrough" and recipe.method != "passthrough" for c in builder.computed]
@@ -485,9 +487,11 @@ def _check_masters(recipe: Recipe, refs: Sequence[ModelRef], dtype: str) -> None
             )
 
 
-def _opened(recipe: Recipe, refs: Sequence[ModelRef], options: OpenOptions, choices: MergeOptions) -> Models:
+def _opened(
+    recipe: Recipe, refs: Sequence[ModelRef], options: OpenOptions, choices: MergeOptions, removed: Sequence[str]
+) -> Models:
     """The models of the recipe. Raises for what cannot be done with them."""
-    models = Models(options, recipe.component, choices.dequant)
+    models = Models(options, recipe.component, choices.dequant, removed)
     models.open(refs)
     if recipe.method != "passthrough":
         _check_factors(models, refs)
@@ -594,6 +598,20 @@ def _as_checkpoint(
     ties = [(Key(copy), Key(owner)) for copy, owner in family.ties.items()]
     catalog.aliases = {copy: owner for copy, owner in ties if copy not in tensors and owner in tensors}
     return Checkpoint(donor.checkpoint.path, stored, family, catalog, notes, form.ops if form else ())
+
+
+def _with_owners(selection: Selection, catalog: Catalog, models: Models) -> Selection:
+    """The patterns, where those that name nothing but a tied tensor that is not written mean what is in its place:
+    to keep one keeps the owner, and to remove a copy removes nothing more."""
+    names = [k.name for k in catalog.tensors]
+    ties = {copy: owner for model in models for copy, owner in model.ties.items() if copy not in names}
+
+    def owners(pattern: str) -> set[str]:
+        rx = compile_pattern(pattern)
+        return set() if any(rx.search(n) for n in names) else {o for c, o in ties.items() if rx.search(c)}
+
+    keep = [p for pattern in selection.keep for p in sorted(owners(pattern)) or [pattern]]
+    return replace(selection, remove=[p for p in selection.remove if not owners(p)], keep=keep)
 
 
 def _parents(models: Models, refs: Sequence[ModelRef], donor: ModelRef) -> Parents:

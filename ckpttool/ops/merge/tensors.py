@@ -62,8 +62,6 @@ class Builder:
         self.names: dict[str, list[tuple[str, str]]] = {}
         """Name of a computed tensor -> (label of the model, name there) of each operand."""
         self.notes: list[str] = []
-        self.vocabulary: int | None = None
-        """Rows of the embeddings, when --vocab changed them."""
         self._wrong: dict[str, str] = {}
         self._tried: set[object] = set()
         self._shared: dict[Any, Any] = {}
@@ -193,7 +191,6 @@ class Builder:
         rows = {"min": min(counts), "max": max(counts), "base": counts[donor]}[self.vocab]
         longest = [donor, *range(len(counts))]
         full = next(i for i in longest if counts[i] >= rows)
-        self.vocabulary = rows
         out: list[Operand] = []
         for i, operand in enumerate(found):
             if counts[i] == rows:

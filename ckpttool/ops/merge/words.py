@@ -37,11 +37,6 @@ class VocabularyPlan:
     refs: Sequence[ModelRef]
 
     @property
-    def rows(self) -> int | None:
-        """Rows of the output's embeddings, where they change."""
-        return self.merged.rows if self.merged is not None else None
-
-    @property
     def notes(self) -> list[str]:
         return self.merged.notes if self.merged is not None else []
 
