@@ -11,7 +11,7 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.statements import inverse
+from ckpttool.layout.statements import Transform, inverse
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -41,6 +41,8 @@ class Model:
     """By name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
     """The quantised weights, by name."""
+    ops: tuple[Transform, ...] = ()
+    """Statements that lead from Hugging Face's names to those of ``views``."""
     derived: tuple[int, str] = (0, "")
     """How many of its tensors are elements of another dtype, rounded, and that dtype: model weights that a trainer
     stores as master weights only."""
@@ -119,6 +121,7 @@ class Models:
             self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
+            model.ops = checkpoint.ops if as_they_are else ()
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
         if left:
