@@ -7,13 +7,15 @@ Everything is worked out for layers that are stored as [out, in], as torch has t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, permutations
+from itertools import accumulate, count, permutations
 from math import prod
 from typing import NamedTuple, NoReturn
 
-from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Change, Changes, Factors, Pair, Term, transposed
+from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Change, Changes, Choice, Factors, Pair, Term, transposed
+from ckpttool.adapters.forms import in_files
 from ckpttool.catalog import LogicalTensor, whole_tensor
 from ckpttool.errors import ConflictError, UnsupportedError
+from ckpttool.formats.base import ModelForm
 from ckpttool.relate import DerivedTensor, deinterleave, take
 from ckpttool.select import nearest_hint
 
@@ -63,18 +65,37 @@ class Holder(NamedTuple):
 
 
 def adapt(
-    adapter: Adapter, base: Mapping[str, tuple[int, ...]], *, in_out: InOut | None = None, kv_heads: int = 0
+    adapter: Adapter,
+    base: Mapping[str, tuple[int, ...]],
+    *,
+    in_out: InOut | None = None,
+    kv_heads: int = 0,
+    as_trained: bool = False,
+    forms: Sequence[ModelForm] = (),
 ) -> Changes:
     """What an adapter changes in a base of these names and shapes.
 
     ``in_out`` says how the base stores the weights of linear layers; None: as the library that wrote the adapter does
     (Paddle [in, out]; PEFT [out, in], and [in, out] for the layers for which it has fan_in_fan_out). ``kv_heads`` is
-    the base's number of key and value heads; Paddle orders a fused qkv_proj by them.
+    the base's number of key and value heads; Paddle orders a fused qkv_proj by them. ``as_trained``: the base holds
+    whole tensors in the orientation in which they were trained. ``forms`` are those that the base has in memory, whose
+    names count where those of its files do not tell every place.
 
     Raises ConflictError for a tensor of the adapter that has no place in the base, with the nearest name, and for
     shapes that do not fit; UnsupportedError for what names and shapes leave open.
     """
-    return _Match(adapter, base, in_out, kv_heads).run()
+    match = _Match(adapter, base, in_out, kv_heads, as_trained=as_trained)
+    for form in forms if match.lost() else ():
+        held = _Match(adapter, form.shapes, _in_memory(in_out, form), kv_heads, as_trained=as_trained)
+        if not held.lost():
+            found = in_files(held.run(), form, adapter.path)
+            return found._replace(table={n: found.table[n] for n in base if n in found.table})
+    return match.run()
+
+
+def _in_memory(in_out: InOut | None, form: ModelForm) -> InOut | None:
+    """The orientation of tensors in memory, which is that of their shares."""
+    return None if in_out is None else lambda name: in_out(form.shares[name][0].name)
 
 
 def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
@@ -105,23 +126,30 @@ class _Match:
     """One adapter and one base."""
 
     def __init__(
-        self, adapter: Adapter, base: Mapping[str, tuple[int, ...]], in_out: InOut | None, kv_heads: int
+        self,
+        adapter: Adapter,
+        base: Mapping[str, tuple[int, ...]],
+        in_out: InOut | None,
+        kv_heads: int,
+        *,
+        as_trained: bool,
     ) -> None:
         self.adapter = adapter
         self.base = base
         self.said = in_out
+        self.as_trained = as_trained
         self.in_out: InOut = in_out or (lambda _: adapter.in_out)
         self.kv_heads = kv_heads
         self.table: dict[str, Change] = {}
         self.notes = list(adapter.notes)
         self._moved = ("", "")
         """Beginnings of names in the adapter and in the base."""
-        self._choices = {c for p in adapter.pairs if p.kind == "stacked" for c in p.choices or ("",)}
+        self._choices = {c.name for p in adapter.pairs if p.kind == "stacked" for c in _choices(p)}
         self._trained: dict[str, int] = {}
         """Outputs of each trained linear layer, by its weight's name as the base has it."""
         self._square: list[str] = []
         self._against: list[str] = []
-        """Layers that do not have fan_in_fan_out although the config says so."""
+        """Layers that show that the config's fan_in_fan_out does not hold for all of them."""
 
     def run(self) -> Changes:
         self._align()
@@ -144,8 +172,8 @@ class _Match:
             self._stack(target, pairs)
         if self._against and self._square:
             raise UnsupportedError(
-                f"it is open whether `{self._square[0]}` is stored as [in, out]: the config says fan_in_fan_out, but"
-                f" `{self._against[0]}` does not have it",
+                f"it is open whether `{self._square[0]}` is stored as [in, out]: the config's fan_in_fan_out does not"
+                f" hold for `{self._against[0]}`",
                 where=self.adapter.path,
                 hint="PEFT records this flag for the last layer only: merge this adapter with PEFT",
             )
@@ -163,18 +191,25 @@ class _Match:
             return True
         return any(self._holder(name, c) is not None for c in self._choices)
 
+    def _wanted(self) -> dict[str, None]:
+        """The names of all that the adapter changes."""
+        return dict.fromkeys([*(p.target for p in self.adapter.pairs), *self.adapter.whole])
+
+    def lost(self) -> list[str]:
+        """Those for which the base has no place under the same name."""
+        return [name for name in self._wanted() if not self._known(name)]
+
     def _align(self) -> None:
         """Find the beginning that names have in the base where they have another one in the adapter.
 
         Raises ConflictError listing the tensors that have no place in the base.
         """
-        wanted = dict.fromkeys([*(p.target for p in self.adapter.pairs), *self.adapter.whole])
-        lost = [name for name in wanted if not self._known(name)]
+        wanted, lost = self._wanted(), self.lost()
         if not lost:
             return
         found: dict[tuple[str, ...], tuple[str, str]] = {}
         starts = sorted({start for name in self.base for start in _starts(name)}, key=len)
-        for old in _starts(lost[0]):
+        for old in [s for s in _starts(lost[0]) if "." in lost[0].removeprefix(s)]:  # what is renamed keeps its module
             for new in starts:
                 moved = [new + n.removeprefix(old) for n in lost if n.startswith(old)]
                 if len(moved) == len(lost) and all(map(self._known, moved)):
@@ -244,7 +279,7 @@ class _Match:
 
     def _whole(self, name: str, view: DerivedTensor, *, in_place: bool) -> None:
         shape = self.base.get(name, ())
-        turned = self.said is not None and self.said(name) != self.adapter.in_out
+        turned = not self.as_trained and self.said is not None and self.said(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
             view = transposed(view)
         if name not in self.base or view.shape != shape:
@@ -285,14 +320,14 @@ class _Match:
     def _turned(self, name: str, f: Factors, *, whole: bool) -> bool:
         """Whether the base stores this weight as [in, out]."""
         flag = self.in_out(name)
-        if not flag or self.said is not None or self.adapter.in_out_everywhere or not whole:
+        if self.said is not None or self.adapter.in_out_everywhere or not whole:
             return flag
         if f.size[0] == f.size[1]:
             self._square.append(name)
-        elif self.base[name] == f.size:
+        elif flag and self.base[name] == f.size:
             self._against.append(name)
             return False
-        return True
+        return flag
 
     def _split(self, target: str, up: DerivedTensor, sizes: Sequence[int]) -> list[DerivedTensor]:
         """``up`` [out, rank] of a fused layer, in parts."""
@@ -353,25 +388,29 @@ class _Match:
 
     def _stack(self, target: str, pairs: Sequence[Pair]) -> None:
         """Add to the stacked weights of one module."""
-        choices = pairs[0].choices or ("",)
-        there = [holder for c in choices if (holder := self._holder(target, c)) is not None]
-        each = [self.adapter.experts(p) for p in pairs]
-        fitting = [
-            chosen
-            for chosen in permutations(there, len(pairs))
-            if all(h.size in (e[0].size, e[0].size[::-1]) for e, h in zip(each, chosen, strict=True))
-        ]
+        choices = _choices(pairs[0])
+        there = [(c, holder) for c in choices if (holder := self._holder(target, c.name)) is not None]
+        ranks_tell = len({c[1:] for c in choices}) > 1
+        fitting = []
+        for chosen in permutations(there, len(pairs)):
+            if ranks_tell and not all(self._has_rank(p, c, h) for p, (c, h) in zip(pairs, chosen, strict=True)):
+                continue
+            made = [self.adapter.experts(p.of(c)) for p, (c, _) in zip(pairs, chosen, strict=True)]
+            if all(h.size in (e[0].size, e[0].size[::-1]) for e, (_, h) in zip(made, chosen, strict=True)):
+                fitting.append((made, [h for _, h in chosen]))
         if len(fitting) != 1:
-            shapes = ", ".join(f"`{h.name}` {list(h.size)}" for h in there) or "none"
-            factors = ", ".join(f"`{p.b}` x `{p.a}` {list(e[0].size)}" for p, e in zip(pairs, each, strict=True))
+            shapes = ", ".join(f"`{h.name}` {list(h.size)}" for _, h in there) or "none"
+            held = self.adapter.catalog
+            factors = ", ".join(f"`{n}` {list(held[n].shape)}" for p in pairs for n in (p.b, p.a))
             if fitting:
                 raise UnsupportedError(
                     f"shapes do not tell which parameter of `{target}` the factors belong to: {factors}; {shapes}",
                     where=self.adapter.path,
                 )
             self._misfit(f"the factors {factors} fit no weight that each expert has in the base: {shapes}")
-        turned = self._stack_turned(target, [e[0].size for e in each], fitting[0])
-        for experts, holder in zip(each, fitting[0], strict=True):
+        ((each, holders),) = fitting
+        turned = self._stack_turned(target, [e[0].size for e in each], holders)
+        for experts, holder in zip(each, holders, strict=True):
             self._check_count(holder, experts)
             for e, f in enumerate(experts):
                 g = f.transposed() if turned and not self._is_flat(holder) else f
@@ -385,14 +424,19 @@ class _Match:
         return len(self.base.get(holder.name, ())) == 2
 
     def _check_count(self, holder: Holder, experts: Sequence[Factors]) -> None:
-        n = len(experts)
+        if len(experts) != self._count(holder):
+            self._misfit(f"`{experts[0].up.name}` is for {len(experts)} experts, the base has another number of them")
+
+    def _count(self, holder: Holder) -> int:
+        """The number of experts of the base."""
         if holder.stacked:
             shape = self.base[holder.name]
-            same = n == (shape[0] if len(shape) == 3 else 1)
-        else:
-            same = all(self._spots(holder.expert(e), 0) for e in range(n)) and not self._spots(holder.expert(n), 0)
-        if not same:
-            self._misfit(f"`{experts[0].up.name}` is for {n} experts, the base has another number of them")
+            return shape[0] if len(shape) == 3 else 1
+        return next(e for e in count() if not self._spots(holder.expert(e), 0))
+
+    def _has_rank(self, pair: Pair, choice: Choice, holder: Holder) -> bool:
+        """Whether a factor has the rank of a parameter of PEFT, once for each expert."""
+        return self.adapter.catalog[pair.a].shape[0] == choice.rank * self._count(holder)
 
     def _stack_turned(self, target: str, sizes: Sequence[tuple[int, int]], holders: Sequence[Holder]) -> bool:
         """Whether factors [out, in] are for weights [in, out]; one answer for all parameters of a module."""
@@ -412,6 +456,11 @@ class _Match:
                 hint="merge this adapter with PEFT",
             )
         return found.pop()
+
+
+def _choices(pair: Pair) -> tuple[Choice, ...]:
+    """The parameters that the factors of a stacked weight may belong to; of Paddle's, the weight itself."""
+    return pair.choices or (Choice("", pair.rank, pair.factor),)
 
 
 def _starts(name: str) -> list[str]:

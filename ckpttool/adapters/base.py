@@ -18,6 +18,14 @@ ANOTHER_MODEL = "is this the model for which the adapter was trained?"
 """What to ask when shapes do not fit."""
 
 
+class Choice(NamedTuple):
+    """A parameter of a module of PEFT that factors may belong to; file names do not say which."""
+
+    name: str
+    rank: int
+    factor: float
+
+
 class Pair(NamedTuple):
     """Two trained factors whose product is added to one weight (to one weight of each expert, if stacked)."""
 
@@ -31,8 +39,12 @@ class Pair(NamedTuple):
     rank: int
     """As the config gives it; of each expert, if stacked."""
     factor: float
-    choices: tuple[str, ...] = ()
-    """Stacked weights of PEFT: the parameters of the module that the factors may belong to; file names do not say."""
+    choices: tuple[Choice, ...] = ()
+    """Stacked weights of PEFT, in place of rank and factor."""
+
+    def of(self, choice: Choice) -> Pair:
+        """The same where it is known which parameter it is for."""
+        return self._replace(rank=choice.rank, factor=choice.factor, choices=(choice,))
 
 
 class Factors(NamedTuple):

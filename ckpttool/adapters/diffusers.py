@@ -260,7 +260,7 @@ def _pairs(named: Mapping[str, _Name], catalog: Catalog, config: Mapping[str, An
         if "alpha" in sides:
             factor = scaling(positive(_scalar(catalog[sides["alpha"]], where), sides["alpha"], where), rank, root=False)
         elif config:
-            said, factor = peft.rank_of(path, (), config, where)
+            said, factor = peft.rank_of(path, config, where)
             if said != rank:
                 raise ConflictError(f"`{a}` is {list(shapes[0])}, but the header says rank {said}", where=where)
         out.append(_Unresolved(Pair(f"{path}.weight", "linear", a, b, rank, factor), kohya))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool.adapters.base import (
     ANOTHER_MODEL,
     Adapter,
+    Choice,
     Factors,
     Kind,
     Pair,
@@ -174,43 +175,49 @@ def _pair(
 ) -> Pair:
     a, b = both_sides(sides, path)
     plain = module.replace(".base_layer", "")
-    choices = _parameters(plain, config, path)
-    rank, factor = rank_of(plain, choices, config, path)
     shapes = catalog[a].shape, catalog[b].shape
     if min(map(len, shapes)) < 2:
         raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not matrices", where=path)
-    if choices:
-        return Pair(plain, "stacked", a, b, rank, factor, choices)
+    if parameters := _parameters(plain, config, path) if kind == "linear" else ():
+        choices = tuple([Choice(p, *rank_of(f"{plain}.{p}", config, path)) for p in parameters])
+        return Pair(plain, "stacked", a, b, 0, 0.0, choices)
+    rank, factor = rank_of(plain, config, path)
     check_rank(catalog, a, b, (shapes[0][0], shapes[1][1]), rank, path)
     return Pair(f"{plain}.weight", kind, a, b, rank, factor)
 
 
 def _parameters(module: str, config: Mapping[str, Any], path: str) -> tuple[str, ...]:
-    """Names of the module's parameters that ``target_parameters`` means; PEFT compares the ends of names."""
+    """Names of the module's parameters that ``target_parameters`` means; PEFT compares the ends of names.
+
+    A name alone means a parameter of any module, but a module that ``target_modules`` means is a layer of its own.
+    """
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         raise CorruptError("`target_parameters` is not a list of names", where=path)
+    layer = _is_target(module, config.get("target_modules"), path)
     return tuple(
         dict.fromkeys(
             parameter
             for holder, _, parameter in (t.rpartition(".") for t in targets)
-            if holder and f".{module}".endswith(f".{holder}")
+            if (f".{module}".endswith(f".{holder}") if holder else not layer)
         )
     )
 
 
-def rank_of(module: str, choices: tuple[str, ...], config: Mapping[str, Any], path: str) -> tuple[int, float]:
-    """Rank and factor of a module, or of the parameters of one. Raises ConflictError."""
-    found = set()
-    for name in [f"{module}.{p}" for p in choices] or [module]:
-        rank = _pattern(config, "rank_pattern", name, path) or number(config, "r", path)
-        alpha = _pattern(config, "alpha_pattern", name, path) or number(config, "lora_alpha", path)
-        if rank != int(rank):
-            raise ConflictError(f"the rank of `{name}` is {rank}, which is not a whole number", where=path)
-        found.add((int(rank), scaling(alpha, rank, root=bool(config.get("use_rslora")))))
-    if len(found) > 1:
-        raise UnsupportedError(f"the parameters of `{module}` have different ranks or factors", where=path)
-    return found.pop()
+def _is_target(module: str, targets: object, path: str) -> bool:
+    """Whether ``target_modules``, which is a list of ends of names or a regular expression, means a module."""
+    if isinstance(targets, str):
+        return targets == "all-linear" or _regex(targets, "target_modules", path).fullmatch(module) is not None
+    return isinstance(targets, list) and any(f".{module}".endswith(f".{t}") for t in targets)
+
+
+def rank_of(name: str, config: Mapping[str, Any], path: str) -> tuple[int, float]:
+    """Rank and factor of a module or of a parameter. Raises ConflictError."""
+    rank = _pattern(config, "rank_pattern", name, path) or number(config, "r", path)
+    alpha = _pattern(config, "alpha_pattern", name, path) or number(config, "lora_alpha", path)
+    if rank != int(rank):
+        raise ConflictError(f"the rank of `{name}` is {rank}, which is not a whole number", where=path)
+    return int(rank), scaling(alpha, rank, root=bool(config.get("use_rslora")))
 
 
 def _pattern(config: Mapping[str, Any], field: str, module: str, path: str) -> float | None:
@@ -219,13 +226,17 @@ def _pattern(config: Mapping[str, Any], field: str, module: str, path: str) -> f
     if not isinstance(patterns, dict):
         raise CorruptError(f"`{field}` is not a table", where=path)
     for pattern, value in patterns.items():
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of sets that a later Python may read otherwise
-                regex = re.compile(rf"(.*\.)?({pattern})$")
-            if regex.match(module):
-                return positive(value, f"{field}: {pattern}", path)
-        except (re.error, RecursionError, OverflowError) as e:
-            raise CorruptError(
-                f"`{field}` has `{pattern}`, which is not a regular expression: {e}", where=path
-            ) from None
+        if _regex(rf"(.*\.)?({pattern})$", field, path, shown=pattern).match(module):
+            return positive(value, f"{field}: {pattern}", path)
     return None
+
+
+def _regex(pattern: str, field: str, path: str, shown: str = "") -> re.Pattern[str]:
+    """Raises CorruptError for one that is not a regular expression."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of sets that a later Python may read otherwise
+            return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as e:
+        raise CorruptError(
+            f"`{field}` has `{shown or pattern}`, which is not a regular expression: {e}", where=path
+        ) from None

@@ -533,6 +533,34 @@ def test_square_experts(tmp_path: Path) -> None:
         adapt(alone, shapes_of(base))
 
 
+def test_ranks_tell_the_parameters_apart(tmp_path: Path) -> None:
+    """As PEFT saves ``target_modules`` of transformers 4: names of parameters alone, a joined one with both ranks."""
+    ranked = {
+        f"{P}{X}.base_layer.lora_A.weight": (E * 2 * R, H), f"{P}{X}.base_layer.lora_B.weight": (2 * N, E * 2 * R),
+    }  # fmt: skip
+    router, query = X.replace("experts", "gate"), X.replace("mlp.experts", "self_attn.q_proj")
+    values = arrays(ranked | moe(X, H, N) | pair(router, E, H) | pair(query, 5, H), 1)
+    a, b = (values[n].astype(np.float64) for n in ranked)
+    joined = FACTOR * np.einsum("ore,eri->eoi", b.reshape(2 * N, 2 * R, E), a.reshape(E, 2 * R, H))
+    wanted = {
+        f"{X}.gate_up_proj": joined,
+        f"{X}.down_proj": per_expert(values, X),
+        f"{router}.weight": of(values, router),
+        f"{query}.weight": of(values, query),
+    }
+    base = arrays({n: v.shape for n, v in wanted.items()})
+    config = {
+        "target_parameters": ["gate_up_proj", "down_proj", "gate.weight"],
+        "rank_pattern": {r".*\.gate_up_proj": 2 * R},
+        "alpha_pattern": {r".*\.gate_up_proj": 2 * LORA["lora_alpha"]},
+    }
+    for i, modules in enumerate((["q_proj"], r".*\.q_proj")):
+        adapter = peft(tmp_path / str(i), values, target_modules=modules, **config)
+        check(adapt(adapter, shapes_of(base)), base, values, **wanted)
+    with pytest.raises(ConflictError, match="fit no weight"):
+        adapt(adapter, shapes_of(base) | {f"{X}.gate_up_proj": (E + 1, 2 * N, H), f"{X}.down_proj": (E + 1, H, N)})
+
+
 def test_a_parameter_without_experts(tmp_path: Path) -> None:
     values = arrays(pair("l.0.mlp.gate", 3, 6), 1)
     base = arrays({"l.0.mlp.gate.weight": (3, 6)})

@@ -1,4 +1,8 @@
-"""Adapters on tied models: what ``merge BASE+ADAPTER`` writes is what PEFT's merge_and_unload saves."""
+"""Adapters on tied models: what ``merge BASE+ADAPTER`` writes is what PEFT's merge_and_unload saves.
+
+Factors that PEFT trained as one are another matter: merge_and_unload adds them twice to the one weight, and the model
+that was trained is the judge.
+"""
 
 from __future__ import annotations
 
@@ -67,17 +71,21 @@ def test_a_tied_base(tmp_path: Path, options: dict[str, Any], stored: bool) -> N
     folder, adapter = base(tmp_path / "base", stored=stored), tmp_path / "adapter"
     train(folder, adapter, options)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    merged = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    merged.save_pretrained(tmp_path / "theirs")
+    merged = peft.PeftModel.from_pretrained(model, adapter)
+    once = options.get("ensure_weight_tying") and "modules_to_save" not in options
+    if not once:
+        merged = merged.merge_and_unload()
+        merged.save_pretrained(tmp_path / "theirs")
     done = ckpttool("merge", f"{folder}+{adapter}", "-o", tmp_path / "ours", "--verify")
     assert done.code == 0, done.err
-    ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("ours", "theirs"))
+    ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("ours", "base" if once else "theirs"))
     assert set(ours) - {HEAD} == set(theirs) - {HEAD}
     for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
-    configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("ours", "theirs")]
-    assert configs[0]["tie_word_embeddings"] == configs[1]["tie_word_embeddings"] == (HEAD not in theirs)
-    if HEAD not in theirs and HEAD in ours:
+        assert once or torch.allclose(ours[name], expected, rtol=1e-5, atol=1e-6), name
+    configs = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("ours", "base" if once else "theirs")]
+    tied = configs[1]["tie_word_embeddings"]
+    assert configs[0]["tie_word_embeddings"] == tied
+    if tied and HEAD in ours:
         assert torch.equal(ours[HEAD], ours[EMBEDDING])
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.no_grad():

@@ -18,8 +18,6 @@ _FOLLOWS = ("ernie4_5_moe", "gemma2", "gemma3_text", "cohere2", "smollm3", "lfm2
 _OPEN = {
     *(name for name in START if name.startswith("slices of ") and not name.endswith(_FOLLOWS)),
     "the embedding left out",
-    "F16 and BF16",
-    "F32 and BF16",
 }
 """Of the start set: what is still wrong."""
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+
+import numpy as np
 
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
 from ckpttool.adapters.base import Adapter, Term
+from ckpttool.catalog import Catalog
 from ckpttool.dialects import dialect
+from ckpttool.dtypes import CASTABLE, itemsize
+from ckpttool.errors import UnsupportedError
+from ckpttool.execute.blocks import BLOCK
+from ckpttool.execute.compare import read_view
 from ckpttool.execute.hashing import hash_range
+from ckpttool.execute.reader import blocks
+from ckpttool.formats.base import ModelForm
+from ckpttool.layout.modules import model_forms
+from ckpttool.layout.statements import Rename, inverse
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.plan import Adapted, LowRank, Operand
 from ckpttool.planner import Operands
 from ckpttool.recipe.model import ModelRef
+from ckpttool.relate import DerivedTensor
 
 
 class Adaptations:
@@ -47,7 +59,12 @@ class Adaptations:
                 shapes,
                 in_out=_orientation(model, adapter),
                 kv_heads=kv_heads if isinstance(kv_heads, int) else 0,
+                as_trained=not (dialect(adapter.dialect).in_out or model.checkpoint.dialect.in_out),
+                forms=_forms(model, shapes) if not dialect(adapter.dialect).in_out else (),
             )
+            changes = self._counted_once(model, changes)
+            if weight != 1 or len(ref.adapters) > 1:
+                changes = self._without_copies(model, changes)
             found.append((changes, weight))
             self._models.notes += [f"{path}: {n}" for n in changes.notes]
             for f in adapter.files:
@@ -63,6 +80,11 @@ class Adaptations:
             if not changed:
                 continue
             replaced = {n for n, c in changed.items() if c.whole is not None and not c.in_place}
+            wholes = [c.whole for c in changed.values() if c.whole is not None]
+            if len(wholes) == 2 and not self._equal(*wholes):  # PEFT was asked to tie them, and could not
+                replaced = set(changed)
+            elif not replaced and copy in changed and changed[copy].whole is not None:
+                self._check_bias(model, copy, changes)
             terms = tuple([term for c in changed.values() for term in c.terms])
             shared = Change(terms, next((c.whole for c in changed.values() if c.in_place), None))
             table |= {n: table[n] if n in replaced else shared for n in (owner, copy)}
@@ -71,6 +93,50 @@ class Adaptations:
                 self.apart.update(model.ties.keys() - model.checkpoint.family.spec.shared.keys())
                 notes.append(f"{ref}: an adapter sets apart {what}; the output has tie_word_embeddings: false")
         return Changes(table, changes.notes)
+
+    def _counted_once(self, model: Model, changes: Changes) -> Changes:
+        """Without the second of two equal terms of tied tensors: PEFT saves both of a pair that it trained as one."""
+        table = dict(changes.table)
+        for copy, owner in model.ties.items():
+            first, second = (table.get(n, Change()).terms for n in (owner, copy))
+            left = tuple([t for t in second if not any(self._equal_terms(t, f) for f in first)])
+            if len(left) < len(second):
+                table[copy] = table[copy]._replace(terms=left)
+        return changes._replace(table=table)
+
+    def _without_copies(self, model: Model, changes: Changes) -> Changes:
+        """Without weights that the adapter brings along unchanged: PEFT saves an embedding with its factors."""
+        table = dict(changes.table)
+        for name, change in changes.table.items():
+            view = model.views.get(model.ties.get(name, name))
+            if change.whole is not None and change.in_place and view is not None and self._equal(change.whole, view):
+                table[name] = change._replace(whole=None, in_place=False)
+        return changes._replace(table=table)
+
+    def _check_bias(self, model: Model, head: str, changes: Changes) -> None:
+        """Raises UnsupportedError for a head that was trained without the bias that it has in the base."""
+        bias = f"{head.removesuffix('.weight')}.bias"
+        if bias in model.views and bias not in changes.table:
+            raise UnsupportedError(
+                f"the adapter has `{head}` without `{bias}`, which PEFT leaves out of a head that it ties",
+                where=model.label,
+                hint="train it without `ensure_weight_tying`",
+            )
+
+    def _equal_terms(self, a: Term, b: Term) -> bool:
+        same = a[2:] == b[2:]
+        return same and self._equal(a.up, b.up) and self._equal(a.down, b.down)
+
+    def _equal(self, a: DerivedTensor, b: DerivedTensor) -> bool:
+        """Whether two tensors have the same numbers, in whatever dtypes."""
+        if a.shape != b.shape or not (a.parts and b.parts) or not {a.dtype, b.dtype} <= CASTABLE:
+            return False
+        catalog = Catalog(self._models.files, {})
+        wide = "F64" if "F64" in (a.dtype, b.dtype) else "F32"
+        return all(
+            np.array_equal(read_view(catalog, a, box, wide), read_view(catalog, b, box, wide))
+            for box in blocks(a.shape, itemsize(wide), BLOCK)
+        )
 
     def names(self, ref: ModelRef) -> list[str]:
         """The tensors of a model; where tied ones of any model have become two, both of them."""
@@ -105,6 +171,28 @@ class Adaptations:
         return self._hashes.get(ref, [])
 
 
+def _forms(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[ModelForm]:
+    """How transformers holds the model in memory, whose names an adapter of PEFT has."""
+    if not _is_known(model) or not all(isinstance(op, Rename) for op in model.ops):
+        return []
+    held = dict(shapes)
+    names = {n: n for n in held}
+    for op in inverse(model.ops):
+        if isinstance(op, Rename):
+            names = {op.forward(new): n for new, n in names.items()}
+    if len(names) < len(held):
+        return []
+    forms = model_forms(model.checkpoint.family, {new: held[n] for new, n in names.items()})[1:]
+    return [
+        f._replace(shares={k: tuple([s._replace(name=names[s.name]) for s in v]) for k, v in f.shares.items()})
+        for f in forms
+    ]
+
+
+def _is_known(model: Model) -> bool:
+    return model.checkpoint.family.name != "none"
+
+
 def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
     up, down = (operands.stored(v, f"{v.name} for {label}") for v in (term.up, term.down))
     return LowRank(up, down, term.factor, term.row, term.column)
@@ -112,15 +200,17 @@ def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
 
 def _orientation(model: Model, adapter: Adapter) -> InOut | None:
     """How the base stores linear layers: [out, in] if torch's format is recorded in its files and its names are Hugging
-    Face's, or if it is read from another format; else as the adapter's own library does.
+    Face's, or if it is read from another format; else as the adapter's own library does. PEFT has one fan_in_fan_out
+    for layers that differ (GPT-2's and its head): of a known family the rules tell.
 
     Paddle, too, records torch's format at times, but then its names are its own (``llama.layers``).
     """
     stored = model.checkpoint.stored
-    if model.checkpoint.dialect.in_out and model.checkpoint.family.name == "none":
+    if model.checkpoint.dialect.in_out and not _is_known(model):
         return lambda _: True  # nothing says what the model is, so its names and orientation are still its own
     if not dialect(adapter.dialect).in_out:
-        return None
+        place = model.checkpoint.family.placer(model.ops)
+        return (lambda n: (p := place(n)) is not None and p.rule.in_out) if _is_known(model) else None
     named = any(n.startswith("model.") for n in model.views)
     torch = not model.checkpoint.capabilities.keeps_form or (stored.metadata.get("format") == "pt" and named)
     return (lambda _: False) if torch else None

@@ -11,7 +11,7 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.statements import inverse
+from ckpttool.layout.statements import Transform, inverse
 from ckpttool.ops.merge.ties import tied_names, without_copies
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
@@ -45,6 +45,8 @@ class Model:
     """The quantised weights, by name."""
     ties: dict[str, str] = field(default_factory=dict)
     """Names of tied tensors, none of which it has, and of the tensors that are in their place."""
+    ops: tuple[Transform, ...] = ()
+    """Statements that lead from Hugging Face's names to those of ``views``."""
     derived: tuple[int, str] = (0, "")
     """How many of its tensors are elements of another dtype, rounded, and that dtype: model weights that a trainer
     stores as master weights only."""
@@ -130,6 +132,7 @@ class Models:
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
             model.ties = {c: o for c, o in ties.items() if c not in model.views and o in model.views}
+            model.ops = checkpoint.ops if as_they_are else ()
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
         if left:
