@@ -678,3 +678,51 @@ def test_progress_counts_the_share_alone(tmp_path: Path, plan: Plan) -> None:
         assert told.notes == []
     assert all(totals)
     assert abs(sum(totals) - plan.bytes_written) < 100
+
+
+def completed_but_left(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """DST, made by a part that was killed before it removed what the parts had in common."""
+    dst = tmp_path / "dst"
+    part(plan, dst, 1, 2)
+    with monkeypatch.context() as m:
+        m.setattr(members.Meeting, "remove_all", lambda _: HERE.clear() or (_ for _ in ()).throw(SystemExit))
+        no_good_bye(m)
+        with pytest.raises(SystemExit):
+            part(plan, dst, 2, 2)
+    assert written(dst, plan) == expected(plan)
+    return dst
+
+
+@pytest.mark.parametrize("there", ["empty", "other", "nothing"])
+def test_a_directory_with_the_inode_of_dst_is_not_dst(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """Filesystems give the inode of a directory that was removed to the next one; emptying one keeps it."""
+    dst = completed_but_left(tmp_path, plan, monkeypatch)
+    inode = dst.stat().st_ino
+    for path in dst.iterdir():
+        if there == "other":
+            path.write_bytes(bytes(path.stat().st_size))
+        else:
+            path.unlink()
+    if there == "nothing":
+        dst.rmdir()
+    else:
+        assert dst.stat().st_ino == inode
+    with pytest.raises(ConflictError, match="what it had made is not there any more"):
+        part(plan, dst, 1, 2)
+    shutil.rmtree(tmp_path / "dst.partial")
+    if there == "other":
+        shutil.rmtree(dst)
+    for number in (1, 2):
+        part(plan, dst, number, 2)
+    assert written(dst, plan) == expected(plan)
+
+
+def test_who_completed_it_was_killed_afterwards(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst = completed_but_left(tmp_path, plan, monkeypatch)
+    assert part(plan, dst, 2, 2).standing == Standing(Member(2, 2), committed=True)
+    assert written(dst, plan) == expected(plan)
+    assert left(tmp_path) == ["dst", "src"]

@@ -9,7 +9,8 @@ They have nothing in common but the directory that DST is to be in. All of this 
     .making-TOKEN/         outputs that are being made at their full size
     output/files/          the outputs. output/linked says which of them are links to a source
     output-TOKEN/files/    the same, while a part completes them
-    .committing            the inode of what is about to get the name DST
+    .verify                a part was asked to verify DST: whoever completes it does
+    .committing            what is about to get the name DST: its files, their sizes and times
 
 The steps, each of which ends with what it has done on disk:
 
@@ -65,6 +66,7 @@ from ckpttool.plan import Plan
 from ckpttool.version import __version__
 
 COMMITTING = ".committing"
+VERIFY = ".verify"
 _FAILED = ".failed."
 _MAKING = ".making-"
 _OUTPUT = "output"
@@ -72,7 +74,8 @@ _FILES = "files"
 _LINKED = "linked"
 _LOOK_EVERY = 2.0
 """Seconds between two looks for failures of others."""
-_OWN = (MEMBERS, COMMITTING, PREFIX, TEMPORARY, f"{JOURNAL}.", _FAILED, _MAKING, _OUTPUT)
+_AS_IT_IS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OWN = (MEMBERS, COMMITTING, VERIFY, PREFIX, TEMPORARY, f"{JOURNAL}.", _FAILED, _MAKING, _OUTPUT)
 
 
 class PeerError(OutputError):
@@ -123,8 +126,8 @@ class Meeting:
         self.parts = 0
         self._made = -1
         """What becomes DST: a descriptor that stays the same whatever its name is."""
-        self._inode = 0
-        """Of what has become DST just before this process came."""
+        self._committing: dict[str, list[int]] = {}
+        """The files of what was about to become DST when this process came."""
         self._agreed = False
         self._identity: dict[str, Any] = {}
         self._known: set[str] = set()
@@ -235,38 +238,50 @@ class Meeting:
     def watch_made(self) -> None:
         """Remember what is to become DST, whatever name it gets.
 
-        What has its place when it is DST already may be what was DST before; so the inode decides.
+        What has its place when it is DST already may be what was DST before; so its files decide.
         """
+        opened = False
         if self._made < 0 and (name := self.output()):
             made = f"{name}/{_FILES}"
             if self.single:
                 made += f"/{self.dst.name}"
             with contextlib.suppress(FileNotFoundError):
-                self._made = os.open(made, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder.fd)
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):
-            self._inode = int(json.loads(self.folder.read(COMMITTING) or b"{}")["inode"])
-        if self._made >= 0 and self._inode and os.fstat(self._made).st_ino != self._inode:
+                self._made = os.open(made, _AS_IT_IS, dir_fd=self.folder.fd)
+                opened = True
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            self._committing = dict(json.loads(self.folder.read(COMMITTING) or b"{}")["files"])
+        if opened and self._committing and not self._is_committing(self._made):
             os.close(self._made)
             self._made = -1
 
+    def _is_committing(self, fd: int) -> bool:
+        """Whether this is what was about to become DST, by its files: the inode of a DST that was removed is given to
+        the next directory."""
+        try:
+            return bool(self._committing) and _files(fd) == self._committing
+        except OSError:  # it is being removed
+            return False
+
     def say_committing(self) -> None:
         """What is about to become DST, and of what plan."""
-        said = self._identity | {"inode": os.fstat(self._made).st_ino}
+        said = self._identity | {"files": _files(self._made)}
         self.folder.put(COMMITTING, json.dumps(said).encode() + b"\n")
 
     def is_committed(self) -> bool:
         """Whether DST is what the members made."""
         try:
-            there = self.dst.lstat()
+            fd = os.open(self.dst, _AS_IT_IS)
         except OSError:
             return False
-        if self._made >= 0:
-            return self._agreed and os.path.samestat(os.fstat(self._made), there)
-        return self._agreed and self._inode == there.st_ino
+        try:
+            same = os.path.samestat(os.fstat(self._made), os.fstat(fd)) if self._made >= 0 else self._is_committing(fd)
+        finally:
+            os.close(fd)
+        return self._agreed and same
 
     def check_known(self) -> None:
         """Raises ConflictError when what was about to get the name DST is nowhere."""
-        if self._inode and self._made < 0:
+        if self._committing and self._made < 0:
             raise self._conflict("a part was stopped in its last step, and what it had made is not there any more")
 
     # -- failures
@@ -735,6 +750,19 @@ class CommitDestination(_Shared):
         claims = self._commit, self._part
         self._commit = self._part = None
         return claims
+
+
+def _files(fd: int) -> dict[str, list[int]]:
+    """Size and time of the last change (ns) of every file below an open directory, or of an open file."""
+    info = os.fstat(fd)
+    if not stat.S_ISDIR(info.st_mode):
+        return {"": [info.st_size, info.st_mtime_ns]}
+    found = {}
+    for directory, _, names, at in os.fwalk(".", dir_fd=fd):
+        for name in names:
+            info = os.stat(name, dir_fd=at, follow_symlinks=False)
+            found[os.path.normpath(f"{directory}/{name}")] = [info.st_size, info.st_mtime_ns]
+    return found
 
 
 def check_made(path: str, size: int, shared: Path, *, linked: bool) -> None:
