@@ -10,6 +10,14 @@ from ckpttool.errors import UnsupportedError
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
+PREDICTION = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
+"""Fields that count layers of multi-token prediction."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields that count the routed experts of a layer."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")

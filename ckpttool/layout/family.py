@@ -217,6 +217,12 @@ class Family:
     def has_experts(self) -> bool:
         return any(rule.expert for _, rule, _, _ in self._rules)
 
+    @property
+    def prediction_field(self) -> str:
+        """The field of config.json that counts layers of multi-token prediction; "" where the family file has none."""
+        mtp = self.spec.tensors.mtp if self.spec.tensors else ""
+        return mtp if isinstance(mtp, str) and mtp.isidentifier() else ""
+
     def publishes_fused(self, name: str) -> bool:
         """Whether the published checkpoints hold the whole of this fusion, which is then what the rules name."""
         spec = self.spec

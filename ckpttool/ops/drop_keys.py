@@ -30,13 +30,14 @@ from ckpttool.storage.listing import WEIGHTS
 from ckpttool.storage.place import AnyPlace, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
+from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
 from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-LAYERS, MTP = "num_hidden_layers", "num_nextn_predict_layers"
+LAYERS = "num_hidden_layers"
 
 
 class DroppedTensor(NamedTuple):
@@ -108,7 +109,6 @@ def prepare(
         if k.name in lost
     ]
     warnings = list(_warnings(source, lost, views))
-    _settle(source, views, lost)
     found = reader(source.format)
     rest = found.without(source.stored, source.catalog, lost) if same and isinstance(found, DropsInPlace) else None
     if rest is not None:
@@ -202,11 +202,14 @@ def _in_place(
         groups.append((k.name, i, tensors, read_header(k.file.place).metadata or None))
     literal = [*rest.indexes]
     carried = [(k.name, k.file) for k in stay]
-    config = root / "config.json"
-    if stored.native_config:
-        literal.append(("config.json", indented(source.config)))
-    elif config.is_file():
-        carried.append((config.name, file_now(config)))
+    own = root / "config.json"
+    held = {k.name for k in source.catalog.tensors}
+    config, said = settled(source.config, held, held.difference(lost), source.family.prediction_field)
+    notes += said
+    if config != (stored.native_config or source.config):
+        literal.append((own.name, indented(config)))
+    elif own.is_file():
+        carried.append((own.name, file_now(own)))
     carried += [(n, file_now(root / n)) for n in stored.companions]
     carried += carried_below(source, {*(n for n, _ in (*carried, *literal)), *(g[0] for g in groups)}, notes)
     plan = build_plan(
@@ -231,22 +234,6 @@ def _in_place(
     )  # fmt: skip
     files = len(source_files(stored.files))
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), files - len(rest.files))
-
-
-def _settle(source: Checkpoint, views: TensorTable, gone: Collection[str]) -> None:
-    """Bring config.json in line where there is no doubt: multi-token-prediction layers that are all gone."""
-    config = source.stored.config
-    layers, extra = config.get(LAYERS), config.get(MTP)
-    if not isinstance(layers, int) or not isinstance(extra, int) or not extra or source.stored.native_config:
-        return
-
-    def beyond(names: Collection[str]) -> bool:
-        return any((m := LAYER.search(n)) and int(m[1]) >= layers for n in names)
-
-    if beyond(gone) and not beyond(views.table):
-        source.stored.native_config = config
-        source.stored.config = {**config, MTP: 0}
-        source.notes.append(f"config.json: {MTP} is 0 now; it was {extra}")
 
 
 def _warnings(source: Checkpoint, gone: Collection[str], views: TensorTable) -> list[str]:

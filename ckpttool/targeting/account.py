@@ -24,7 +24,7 @@ from ckpttool.execute.compare import compare_one, read_tensor, read_view
 from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
-from ckpttool.layout.statements import Drop, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
+from ckpttool.layout.statements import Drop, DropCopies, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.plan import Adapted, Operand, Scaled, Stored
 from ckpttool.planner import Computed, Ties
 from ckpttool.quant.coded import find_codes
@@ -125,11 +125,19 @@ class Account:
         return False
 
     def _is_copy(self, key: Key) -> bool:
-        """Whether the config ties this tensor to another one of the source that holds the same."""
-        source, name = self.source, self._published(key.name)
-        owner = source.family.ties.get(name)
-        if owner is None:
-            return False
+        """Whether the config, or the output's naming, takes another tensor of the source for this one, and both hold
+        the same."""
+        name = self._published(key.name)
+        ties = self.source.family.ties
+        used = [
+            of for op in self.statements if isinstance(op, DropCopies) for p, of, _ in op.pairs if matches((p,), name)
+        ]
+        owners = dict.fromkeys(o for n in (name, *used) for o in (n, ties.get(n, "")) if o not in ("", name))
+        return any(self._hold_the_same(key, name, owner) for owner in owners)
+
+    def _hold_the_same(self, key: Key, name: str, owner: str) -> bool:
+        """Whether the tensors with these published names are there and hold the same."""
+        source = self.source
         pair = {
             k.name: DerivedTensor(k.name, t.dtype, t.shape, t)
             for k, t in source.catalog.tensors.items()
@@ -137,9 +145,9 @@ class Account:
         }
         shaping = tuple(op for op in source.ops if not isinstance(op, Tie | Drop | DropCopy | DropLayers))
         views = apply_transforms(TensorTable(pair), inverse(shaping), source.family, shaping).table
-        return {name, owner} <= views.keys() and self._holds_the_same(views[name], views[owner])
+        return {name, owner} <= views.keys() and self._equal(views[name], views[owner])
 
-    def _holds_the_same(self, one: DerivedTensor, other: DerivedTensor) -> bool:
+    def _equal(self, one: DerivedTensor, other: DerivedTensor) -> bool:
         catalog = self.source.catalog
         if one.shape != other.shape:
             return False

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
@@ -30,6 +31,7 @@ from ckpttool.storage.place import Place
 from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
+from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.ranks import Shares, kept_single, share_out
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
@@ -211,6 +213,8 @@ def _with_tied_states(
 def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes: list[str]) -> WriteRequest:
     """What the format is told of the output."""
     target = goal.target
+    config, said = _config(source, goal, named)
+    notes += said
     sharding = target.sharding or (source.stored.sharding if goal.writer.capabilities.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
         notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")
@@ -222,7 +226,7 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         family=source.family.name,
         dialect=goal.dialect.name,
         fused=goal.context.fused,
-        config=target_config(source.dialect, goal, named.views.table),
+        config=config,
         dtype=goal.dtype,
         max_shard_size=target.max_shard_size,
         sharding=sharding,
@@ -231,6 +235,16 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         training=_training(source, target, named, shares, counts_steps=goal.writer.capabilities.counts_steps),
         source=source.stored,
     )
+
+
+def _config(source: Checkpoint, goal: Goal, named: Named) -> tuple[dict[str, Any], list[str]]:
+    """config.json of the output, and notes about it."""
+    views = named.views
+    read = (r.source.key.name for v in (*views, *(copy for copy, _ in views.tied)) for r in v.parts)
+    held = (k.name for k in source.catalog.tensors)
+    config, notes = settled(goal.context.config, held, read, source.family.prediction_field)
+    goal = replace(goal, context=goal.context._replace(config=config))
+    return target_config(source.dialect, goal, views.table), notes
 
 
 def _training(
