@@ -554,9 +554,10 @@ def test_ranks_tell_the_parameters_apart(tmp_path: Path) -> None:
         "rank_pattern": {r".*\.gate_up_proj": 2 * R},
         "alpha_pattern": {r".*\.gate_up_proj": 2 * LORA["lora_alpha"]},
     }
-    for i, modules in enumerate((["q_proj"], r".*\.q_proj")):
-        adapter = peft(tmp_path / str(i), values, target_modules=modules, **config)
-        check(adapt(adapter, shapes_of(base)), base, values, **wanted)
+    modules: tuple[object, object] = (["q_proj"], r".*\.q_proj")
+    first, adapter = (peft(tmp_path / str(i), values, target_modules=m, **config) for i, m in enumerate(modules))
+    for one in (first, adapter):
+        check(adapt(one, shapes_of(base)), base, values, **wanted)
     with pytest.raises(ConflictError, match="fit no weight"):
         adapt(adapter, shapes_of(base) | {f"{X}.gate_up_proj": (E + 1, 2 * N, H), f"{X}.down_proj": (E + 1, H, N)})
 

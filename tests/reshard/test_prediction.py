@@ -125,8 +125,8 @@ NAMES = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(4)]
 )
 def test_names_of_prediction_layers(own: list[str], field: str) -> None:
     towers = [f"visual.blocks.{i}.attn.qkv.weight" for i in range(6)]
-    for said in ({"num_hidden_layers": 4, field: 1}, {"text_config": {"num_hidden_layers": 4, field: 1}}):
-        inner = said.get("text_config", said)
+    inner: dict[str, object] = {"num_hidden_layers": 4, field: 1}
+    for said in (inner, {"text_config": inner}):
         for more in ([], towers):
             every = [*NAMES, *own, *more]
             assert settled(said, every, every) == (said, [])

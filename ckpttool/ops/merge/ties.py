@@ -32,12 +32,12 @@ def tied_names(checkpoint: Checkpoint, names: Mapping[str, object], *, canonical
             name = op.forward(name)
         return name
 
-    found = {}
+    held: dict[str, str] = {}
     for copy, owner in family.ties.items():
         whole, bare = own(owner), own(owner.removeprefix(family.spec.base))
         # The bare name is that in files of a model that was saved without its head.
-        found[own(copy)] = bare if bare in names and whole not in names else whole
-    return {c: o for c, o in found.items() if c != o}
+        held[own(copy)] = bare if bare in names and whole not in names else whole
+    return {c: o for c, o in held.items() if c != o}
 
 
 def without_copies(views: TensorTable, ties: Mapping[str, str], removed: Sequence[str]) -> TensorTable:
