@@ -20,8 +20,10 @@ out once, or once for each layer if it depends on the layer, never for each expe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -90,6 +92,62 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
         out.found[behind:] = _with_head_of_class(out.found, behind, family, config)
     out.check()
     return out.found
+
+
+UNKNOWN = "?"
+"""What stands for a line of which the config does not say enough, the same for every layer."""
+
+
+def layer_tensors(
+    family: Family, config: Mapping[str, Any], stack: str = ""
+) -> tuple[list[dict[str, Any]], dict[str, tuple[list[str], list[str]]]]:
+    """Which tensors each layer of a stack has: the lines of the section that hold for it, and the shape of each.
+
+    ``stack`` "" is the main one. A line is ``UNKNOWN`` where the config lacks what it needs for every layer alike.
+    Also returns for each line the fields of the config that its conditions and its shape are read from.
+    Raises LayoutError as ``declared_tensors`` does, for what differs from layer to layer.
+    """
+    spec = family.spec.tensors
+    assert spec is not None  # noqa: S101 - asked before
+    scope = _Scope(family, spec, config)
+    with suppress(LayoutError):  # how many there are beyond the others
+        scope.given["mtp"] = scope.number(spec.mtp, ("mtp",))
+    count, lines = (spec.count, spec.layers) if not stack else (spec.stacks[stack].count, spec.stacks[stack].tensors)
+    path = ("stacks", stack) if stack else ()
+    entries = _entries(lines, (*path, "tensors" if stack else "layers"), family)
+    out: list[dict[str, Any]] = []
+    for layer in range(min(scope.number(count, (*path, "count")), _MOST)):
+        scope.enter(layer)
+        found = {": ".join(e.path): _line(scope, e) for e in entries}
+        out.append({line: shape for line, shape in found.items() if shape is not None})
+    scope.enter(None)
+
+    def fields(texts: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(n for t in texts for n in scope.read(t)))
+
+    read = {": ".join(e.path): (fields(t for t, _ in e.conditions), fields(map(str, e.shape))) for e in entries}
+    return out, read
+
+
+def _line(scope: _Scope, entry: _Entry) -> tuple[int | str, ...] | str | None:
+    """The shape of a line in the layer that the scope is in; None where its conditions do not hold."""
+    for text, path in entry.conditions:
+        try:
+            if not scope.holds(text, path):
+                return None
+        except LayoutError:
+            if scope.depends(partial(scope.work_out, text)):
+                raise
+            return UNKNOWN
+    out: list[int | str] = []
+    for size in entry.shape:
+        try:
+            out.append(scope.number(size, entry.path))
+        except LayoutError:
+            if scope.depends(partial(scope.work_out, str(size))):
+                raise
+            out.append(UNKNOWN)
+    return tuple(out)
 
 
 def _with_head_of_class(

@@ -193,6 +193,40 @@ class CacheSpec(_Strict):
     """The same of what layers keep of a sequence, however long it is: a list, or {shape, dtype}."""
 
 
+class StackFieldsSpec(_Strict):
+    """Which fields of config.json speak of the layers of another stack, and in which way."""
+
+    part: list[str] = []
+    """Parts of the config in which they are, the first that is there; [] is the config itself."""
+    counts: list[str] = []
+    """Beside those that the section ``tensors`` counts with."""
+    each: list[str] = []
+    numbers: list[str] = []
+    apart: list[str] = []
+
+
+class SlicesSpec(_Strict):
+    """Which fields of config.json speak of layers by number; layout/slices.py reads it, and has those of all families.
+
+    A field may be a path: ``linear_attn_config.kda_layers``.
+    """
+
+    each: list[str] = []
+    """An entry for each layer: a list, a text with a character or a word for each, or a map by number."""
+    numbers: list[str] = []
+    """Numbers of layers: a list, or a text (``1,2,3``)."""
+    from_one: list[str] = []
+    """The same, and the first layer is 1."""
+    apart: list[str] = []
+    """What looks like one of these, and speaks of no layers of this stack."""
+    kinds: dict[str, str] = {}
+    """Name: expression. What tells layers apart beside their tensors and what they keep."""
+    rules: list[dict[str, int | str]] = []
+    """Fields that say it for many layers, and what they become: ``number`` is any that says the same, another text an
+    expression, whose values of all layers become the list. ``if``: a condition of the numbers."""
+    stacks: dict[str, StackFieldsSpec] = {}
+
+
 class FamilySpec(_Strict):
     """A family file."""
 
@@ -228,6 +262,7 @@ class FamilySpec(_Strict):
     tensors: TensorsSpec | None = None
     cache: CacheSpec | None = None
     """None: what its layers keep is not known."""
+    slices: SlicesSpec = SlicesSpec()
     parameters: list[str] = []
     """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
 

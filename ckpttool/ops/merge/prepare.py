@@ -32,6 +32,7 @@ from ckpttool.ops.merge.fields import in_line
 from ckpttool.ops.merge.form import OutputNaming, form_of
 from ckpttool.ops.merge.models import Model, Models
 from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
+from ckpttool.ops.merge.renumber import restacked
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import VocabularyPlan
 from ckpttool.plan import Plan, Randomness
@@ -158,9 +159,7 @@ def prepare(
     )
     builder.run(resolved, choices.missing)
     config = merged_config(
-        donor.checkpoint.config,
-        layers=_donor_layers(resolved.layers, donor_ref, donor.layers),
-        stacks={s: _of_donor(origins, donor_ref) for s, origins in resolved.stacks.items()},
+        restacked(recipe, resolved, models, donor_ref, options.family),
         dequantised=any(models[r].quantised for r in refs),
         untied=any(Key(n, recipe.component) in builder.tensors for n in adaptations.apart),
     )
@@ -544,20 +543,6 @@ def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Rand
             if METHODS[c.method].sorts_with_torch and working == "F32" and choices.rng == "mergekit" and any(draws):
                 require_torch(c.method)
     return Randomness(choices.rng, choices.seed, tuple(order))
-
-
-_Origins = Sequence[Sequence[tuple[ModelRef, int]]]
-
-
-def _of_donor(origins: _Origins, donor: ModelRef) -> list[int]:
-    """The donor's layer for each layer of the output."""
-    return [dict(origin).get(donor, origin[0][1]) for origin in origins if origin]
-
-
-def _donor_layers(origins: _Origins, donor: ModelRef, count: int) -> list[int] | None:
-    """The same; None when slices have changed nothing of its ``count`` layers, or name stacks."""
-    layers = _of_donor(origins, donor)
-    return None if not origins or layers == list(range(count)) else layers
 
 
 def _as_checkpoint(

@@ -1,0 +1,312 @@
+"""What each layer of a model is, by its config.json, and which fields say so by number: what a slice must keep.
+
+A layer is the tensors that it has (``tensors:`` of the family file), what it keeps of the tokens that it has read
+(``cache:``), and what ``slices: kinds:`` says beside. When layers get other numbers, fields follow as ``slices:``
+declares them, and each layer of the new config must be what its layer of the old one was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.config import LAYERS
+from ckpttool.layout.cache import CacheScope, kinds_in
+from ckpttool.layout.expressions import Refused, words
+from ckpttool.layout.family import Family, load_family
+from ckpttool.layout.files import find_file, inner_config
+from ckpttool.layout.names import samples
+from ckpttool.layout.shapes import layer_tensors
+from ckpttool.layout.sizes import DefaultSpec, read_sizes
+from ckpttool.layout.spec import CacheSpec, StackFieldsSpec
+
+EACH = frozenset({
+    "layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "layer_rope_theta", "indexer_types",
+    "hybrid_override_pattern", "hybrid_layer_pattern", "moe_layer_freq", "attn_type_list", "attention_layers",
+    "activation_sparsity_pattern", "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
+    "per_layer_config", "block_configs", "index_topk_pattern", "sliding_windows", "compress_ratios",
+})  # fmt: skip
+"""Fields with an entry for each layer, whatever the family."""
+NUMBERS = frozenset({
+    "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "cross_attention_layers",
+    "hybrid_layer_ids", "moe_layers_enum", "local_layer_ids", "rope_scaling_layers", "ple_layer_ids",
+})  # fmt: skip
+"""Fields with numbers of layers, whatever the family."""
+
+
+def stack_of(family: Family, prefix: str) -> str | None:
+    """Of which stack the layers are whose names begin with ``prefix``; "" is the main one, None another one."""
+    spec = family.spec
+    stacks = {"": [spec.layers.prefix]} | {name: [s.prefix] for name, s in spec.stacks.items()}
+    if spec.tensors is not None:
+        stacks[""].append(spec.tensors.prefix)
+        for name, s in spec.tensors.stacks.items():
+            stacks.setdefault(name, []).append(s.prefix)
+    for stack, patterns in stacks.items():
+        for start in (s for p in patterns for s in samples(p.partition("{layer}")[0]) if s):
+            if f".{start}".endswith(f".{prefix}") or f".{prefix}".endswith(f".{start}"):
+                return stack
+    return None
+
+
+@dataclass(frozen=True)
+class Described:
+    """The layers of a stack, as a config describes them. What is asked of it may raise LayoutError, UnsupportedError
+    and ConflictError for fields that cannot be."""
+
+    family: Family
+    config: Mapping[str, Any]
+    stack: str = ""
+    """"" is the main one."""
+
+    @classmethod
+    def of(cls, family: Family, config: Mapping[str, Any], stack: str = "") -> Described:
+        """The same family, for this config."""
+        return cls(replace(family, sizes=read_sizes(family.vocabulary, family.spec.places(config))), config, stack)
+
+    @cached_property
+    def count(self) -> int | None:
+        """How many layers there are, without those of multi-token prediction; None where it is not said."""
+        if not self.stack:
+            return self.family.size("layers")
+        spec = self.family.spec.tensors
+        if spec is None or self.stack not in spec.stacks:
+            return None
+        try:
+            got = self._scope.work_out(str(spec.stacks[self.stack].count))
+        except Refused:
+            return None
+        return got if type(got) is int else None
+
+    @cached_property
+    def count_fields(self) -> list[str]:
+        """Fields from which the number of layers comes, the first one first."""
+        family, spec = self.family, self.family.spec.tensors
+        if not self.stack:
+            return _fields(family, ["layers"]) if "layers" in family.vocabulary.specs else []
+        if spec is None or self.stack not in spec.stacks:
+            return []
+        return _fields(family, [str(spec.stacks[self.stack].count)])
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """Fields from which is read what a layer is."""
+        read = {f for both in self._tensors[1].values() for fields in both for f in fields}
+        if not self.stack:
+            scope, cache = self._kept, self._cache
+            texts = [*self.family.spec.slices.kinds.values()]
+            texts += [cache.kinds, cache.window, cache.borrowed] if cache else []
+            read |= {f for text in texts for f in scope.read(text)} | set(cache.listed if cache else ())
+        return frozenset(read)
+
+    def layer(self, number: int) -> dict[str, Any]:
+        """What one layer is: values by what they are about; tensors as ``tensors: LINE``."""
+        out: dict[str, Any] = {f"tensors: {k}": v for k, v in self._lines[number].items()} if self._lines else {}
+        if self.stack or number >= (self.count or 0):
+            return out
+        if self._cache is not None:
+            out["kind"] = self.kinds[number]
+            for name, text in (("window", self._cache.window), ("borrowed", self._cache.borrowed)):
+                out[name] = self.value(text, number)
+        return out | {name: self.value(text, number) for name, text in self.family.spec.slices.kinds.items()}
+
+    def value(self, text: str, number: int) -> Any:
+        """What an expression comes to in a layer; None where the config lacks what it needs."""
+        scope = self._kept
+        scope.kinds = self.kinds if self._cache is not None else []
+        scope.enter(number)
+        try:
+            return scope.work_out(text)
+        except Refused as e:
+            if e.lacks and not scope.depends(lambda: scope.work_out(text)):
+                return None
+            raise LayoutError(f"`{text}`: {e.why}", where=self.family.origin, hint=e.hint) from None
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """What each layer keeps, in transformers' words."""
+        return kinds_in(self._kept, self._cache) if self._cache is not None else []
+
+    def tests(self, fields: Sequence[str]) -> list[str]:
+        """Expressions that tell layers apart and are read from one of these fields; ``kind`` is that of the cache."""
+        out = []
+        spec, cache = self._speaking.spec.tensors, self._cache
+        texts = [*self.family.spec.slices.kinds.values()]
+        if spec is not None and not self.stack:
+            texts += _conditions(spec.layers)
+        for text in dict.fromkeys(texts):
+            if not set(fields).isdisjoint(_fields(self._speaking, [text])):
+                out.append(text)
+        if cache is not None and not self.stack:
+            read = {*_fields(self._kept_family, [cache.kinds, cache.window]), *cache.listed}
+            out += [] if read.isdisjoint(fields) else ["kind"]
+            out += [] if {*_fields(self._kept_family, [cache.borrowed])}.isdisjoint(fields) else [cache.borrowed]
+        return out
+
+    def test(self, text: str, number: int) -> Any:
+        """What one of ``tests`` comes to; "?" where it has no value."""
+        try:
+            if text == "kind":
+                return self.kinds[number]
+            said = self.family.spec.slices.kinds
+            if text in said or text in said.values() or (self._cache and text == self._cache.borrowed):
+                return self.value(said.get(text, text), number)
+            self._scope.enter(number)
+            return self._scope.work_out(text)
+        except (Refused, LayoutError, IndexError):
+            return "?"
+
+    def changes(self, other: Described, place: int, number: int) -> list[str]:
+        """In what the layer at ``place`` of another config differs from the layer of this number here.
+
+        Tensors that only the first layer has stay with the first (T5's relative positions).
+        """
+        first, rest = self._first_only
+        wanted = self.layer(number)
+        if place == 0 and number:
+            wanted |= rest
+        elif place and not number:
+            wanted = {k: v for k, v in wanted.items() if k not in first}
+        found = other.layer(place)
+        return [k for k in {**wanted, **found} if wanted.get(k, "no") != found.get(k, "no")]
+
+    def reads(self, what: str) -> dict[str, Any]:
+        """The fields of the config from which something of a layer is read, with their values."""
+        if what.startswith("tensors: "):
+            conditions, shape = self._tensors[1].get(what.removeprefix("tensors: "), ([], []))
+            return {n: v for n in conditions or shape for v in self._scope.read(n).values()}
+        cache = self._cache or CacheSpec()
+        text = {"kind": cache.kinds, "window": cache.window, "borrowed": cache.borrowed}.get(what)
+        listed = {f: v for f in cache.listed * (what == "kind") for v in self._kept.values(f) if v}
+        return listed or self._kept.read(text or self.family.spec.slices.kinds.get(what, ""))
+
+    # -- how it is known
+
+    @cached_property
+    def _speaking(self) -> Family:
+        """The family whose ``tensors:`` has the layers: that of the language model, where the model says nothing."""
+        spec = self.family.spec
+        if spec.tensors is not None or spec.inside is None:
+            return self.family
+        inner = inner_config(spec.inside.config, self.config)
+        name = spec.inside.family or find_file(inner) or spec.inside.default
+        return load_family(name, inner) if name and inner else self.family
+
+    @cached_property
+    def _tensors(self) -> tuple[list[dict[str, Any]], dict[str, tuple[list[str], list[str]]]]:
+        family = self._speaking
+        spec = family.spec.tensors
+        if spec is None or (self.stack and self.stack not in spec.stacks):
+            return [], {}
+        return layer_tensors(family, self.config, self.stack)
+
+    @property
+    def _lines(self) -> list[dict[str, Any]]:
+        return self._tensors[0]
+
+    @cached_property
+    def _first_only(self) -> tuple[frozenset[str], dict[str, Any]]:
+        """What the first layer has beside what all have, where there is such."""
+        first, *others = [{f"tensors: {k}": v for k, v in line.items()} for line in self._lines] or [{}]
+        if not others or any(o.keys() != others[0].keys() for o in others) or not others[0].keys() < first.keys():
+            return frozenset(), {}
+        own = {k: v for k, v in first.items() if k not in others[0]}
+        return frozenset(own), own
+
+    @property
+    def _cache(self) -> CacheSpec | None:
+        return self.family.spec.cache
+
+    @cached_property
+    def _kept(self) -> CacheScope:
+        return CacheScope(self.family, self._cache or CacheSpec(), self.config)
+
+    @cached_property
+    def _kept_family(self) -> Family:
+        """The family with the words of the section ``cache``."""
+        own, cache = self.family.spec.tensors, self._cache or CacheSpec()
+        if own is None:
+            return self.family
+        known = own.model_copy(update={"names": own.names | cache.names, "defaults": own.defaults | cache.defaults})
+        return replace(self.family, spec=self.family.spec.model_copy(update={"tensors": known}))
+
+    @cached_property
+    def _scope(self) -> Any:
+        from ckpttool.layout.sizes import Scope
+
+        family = self._speaking
+        scope = Scope(family.vocabulary, family.spec.places(self.config), family.sizes)
+        scope.given["mtp"] = 0
+        return scope
+
+
+def _conditions(tree: Mapping[Any, Any]) -> Iterator[str]:
+    for key, below in tree.items():
+        if str(key).startswith("if "):
+            yield str(key)[3:]
+            yield from _conditions(below)
+
+
+def _fields(family: Family, texts: Sequence[str]) -> list[str]:
+    """The fields of a config that expressions come from, there or not."""
+    own = family.vocabulary
+    out: dict[str, None] = {}
+    todo: list[object] = [*texts]
+    seen: set[str] = set()
+    while todo:
+        text = todo.pop(0)
+        if isinstance(text, DefaultSpec):
+            todo += [text.missing, text.none]
+        for word in words(text) if isinstance(text, str) else ():
+            if word in seen or word == "layer":
+                continue
+            seen.add(word)
+            spec = own.specs.get(word)
+            if word in own.names:
+                todo.append(own.names[word])
+            elif spec is not None:
+                out |= dict.fromkeys([*spec.fields, *spec.plus])
+                todo += [spec.expr, spec.default, *(own.defaults.get(f) for f in spec.fields)]
+            else:
+                out[word] = None
+                todo.append(own.defaults.get(word))
+    return [*out]
+
+
+# -- fields that nobody has declared
+
+_PERIOD = re.compile(r"(?:\A|_)(?:period|interval|step|freq|frequency|every|n_?th)(?:_|\Z)")
+_NUMBERED = re.compile(r"(?:\A|_)(?:layers?|pattern|offset)(?:_|\Z)|(?:\A|_)(?:idxs?|index|indexes|indices)\Z")
+_LISTED = re.compile(r"(?:\A|_)(?:blocks?|pattern)(?:_|\Z)")
+"""Names of fields that may speak of layers by number: whole numbers, and what lists and texts may be called beside."""
+_TOKENS = re.compile(r"token|vocab|label|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
+_APART = re.compile(
+    r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
+    r"|time_step|hidden_size|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
+)
+"""Names in which these words are of something else, or of layers of other stacks."""
+
+
+def suspicious(name: str, value: object, count: int) -> bool:
+    """Whether a field may speak of ``count`` layers by number, as far as its name and value tell."""
+    if value is None or isinstance(value, bool | float) or _TOKENS.search(name) or name in LAYERS:
+        return False
+    named = bool(_PERIOD.search(name) or _NUMBERED.search(name)) and not _APART.search(name)
+    if isinstance(value, dict):
+        return bool(value) and all(str(k).isdecimal() and int(k) < count for k in value)
+    if isinstance(value, list):
+        return bool(value) and (len(value) == count or named or bool(_LISTED.search(name)))
+    if isinstance(value, str):
+        letters = len(value) == count > 3 and bool(re.fullmatch(r"[A-Z*|\-]+", value))
+        return bool(value) and (letters or named or bool(_LISTED.search(name)))
+    # Every layer is what a period of one means.
+    return named and isinstance(value, int) and not (_PERIOD.search(name) and value in (0, 1))
+
+
+def stack_fields(family: Family, stack: str) -> StackFieldsSpec:
+    """What the family says of the fields of a stack that is not the main one."""
+    return family.spec.slices.stacks.get(stack, StackFieldsSpec())

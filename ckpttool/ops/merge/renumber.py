@@ -1,0 +1,414 @@
+"""config.json of a merge whose layers have other numbers than those of its sources.
+
+What each layer is stays as it was: fields that speak of layers by number follow, fields that say it by a rule get
+values that say the same, and then each layer of the output is compared with its source. What cannot be said is refused,
+because a loader fills layers of another kind with random numbers, or computes them in another way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import product
+from typing import Any, NamedTuple
+
+from ckpttool.errors import CkptError, UnsupportedError
+from ckpttool.formats.config import LAYERS, PREDICTION, is_part
+from ckpttool.layout.assemble import LAYER
+from ckpttool.layout.family import Family, no_family, pick_family
+from ckpttool.layout.sizes import shown
+from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stack_of, suspicious
+from ckpttool.ops.merge.models import Models
+from ckpttool.recipe.model import ModelRef, Recipe
+from ckpttool.recipe.resolve import Resolved
+from ckpttool.words import some
+
+Config = dict[str, Any]
+_NUMBERS = re.compile(r"[\s,]*\d{1,9}(?:[\s,]+\d{1,9})*[\s,]*")
+_STACK_PARTS = {
+    "vision_config": re.compile("visi|visual|image|patch"),
+    "audio_config": re.compile("audio|speech"),
+    "text_config": re.compile("text|language|llm"),
+    "llm_config": re.compile("text|language|llm"),
+    "encoder": re.compile(r"(?<![^.])encoder\."),
+    "decoder": re.compile(r"(?<![^.])decoder\."),
+}
+"""Parts of config.json, and what stacks are called that they are about, where the family does not say it."""
+_STACK_COUNTS = {
+    "encoder.": ("encoder_layers", "num_encoder_layers", *LAYERS),
+    "decoder.": ("decoder_layers", "num_decoder_layers"),
+    "": (*LAYERS, "depth"),
+}
+"""Fields that count the layers of a stack whose name has this word, likewise."""
+
+
+class Layer(NamedTuple):
+    """Where a layer of the output comes from."""
+
+    config: Mapping[str, Any]
+    """Of its model."""
+    number: int
+
+
+def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRef, family: str) -> Mapping[str, Any]:
+    """The donor's config for what the slices of a recipe have made of its layers.
+
+    ``family`` is that of --family. Raises UnsupportedError as ``renumbered`` does.
+    """
+    stored = models[donor].checkpoint.stored
+    config: Mapping[str, Any] = stored.config
+    if all(s.layers is None for piece in recipe.slices for s in piece.sources):
+        return config
+    known = pick_family(family, stored.family, config)
+    prefixes = list(dict.fromkeys(n[: m.start(1)] for n in models[donor].views if (m := LAYER.search(n))))
+    stacks = resolved.stacks or dict.fromkeys(prefixes[:1], resolved.layers)
+    donor_config = config
+    for prefix, origins in stacks.items():
+        sources = [next((o for o in origin if o[0] == donor), origin[0]) for origin in origins]
+        layers = [
+            Layer(donor_config if ref == donor else models[ref].checkpoint.config, number) for ref, number in sources
+        ]
+        count = len({int(m[1]) for n in models[donor].views if n.startswith(prefix) and (m := LAYER.search(n))})
+        if layers != [Layer(donor_config, i) for i in range(count)]:
+            layers = [Layer(config, x.number) if x.config is donor_config else x for x in layers]
+            config = renumbered(known, config, prefix, layers, len(prefixes))
+    return config
+
+
+def renumbered(family: Family, config: Mapping[str, Any], prefix: str, layers: Sequence[Layer], stacks: int) -> Config:
+    """The config for an output that has these layers in a stack, whose names begin with ``prefix``.
+
+    ``stacks``: how many the model has. Raises UnsupportedError where no value of the config's fields says what each
+    layer is, and for fields that may speak of layers and are not known.
+    """
+    stack = stack_of(family, prefix)
+    if stack is None and stacks < 2:
+        stack = ""
+    if stack is not None and family.name != "none":
+        return _Follow(family, config, stack, layers).run()
+    part, counts = ("", LAYERS) if stacks < 2 else _by_words(config, prefix)
+    if not part:
+        return _Follow(no_family(), config, "", layers, counts).run()
+    inner = [Layer(x.config.get(part) or {}, x.number) for x in layers]
+    own = next((x.config for x in inner if x.config == config[part]), config[part])
+    inner = [Layer(own, x.number) if x.config == own else x for x in inner]
+    return {**config, part: _Follow(no_family(), own, "", inner, counts).run()}
+
+
+class _Follow:
+    """One stack, whose fields follow."""
+
+    def __init__(
+        self,
+        family: Family,
+        config: Mapping[str, Any],
+        stack: str,
+        layers: Sequence[Layer],
+        counts: Sequence[str] = LAYERS,
+    ) -> None:
+        """``counts``: fields that count the layers, beside those that the family names."""
+        self.family, self.stack, self.layers, self.counts = family, stack, list(layers), counts
+        self.out: Config = deepcopy(dict(config))
+        self.before = Described.of(family, config, stack)
+        self.places = self._places(self.out)
+        self.sources = {
+            id(c): Described.of(family, c, stack) for c in {id(x.config): x.config for x in layers}.values()
+        }
+        self.sources[id(config)] = self.before
+        self.config = config
+        self.count = self._counted()
+        self.regular = [x for x in layers if x.number < self._count_of(x.config)]
+        said = family.spec.slices
+        own = stack_fields(family, stack) if stack else said
+        self.each = {*EACH, *own.each}
+        self.from_one = {*said.from_one} if not stack else set()
+        self.numbers = {*NUMBERS, *own.numbers}
+        self.apart = {*own.apart}
+
+    def run(self) -> Config:
+        if self.layers[: len(self.regular)] != self.regular:
+            raise UnsupportedError(
+                "the slices put layers of multi-token prediction before others",
+                hint="name them in the last slice, or leave them out",
+            )
+        self._set_count()
+        for path in sorted(self._paths()):
+            self._follow(path)
+        self._refuse_unknown()
+        if not self.stack:
+            for rule in self.family.spec.slices.rules:
+                self._rule(rule)
+        self._prove()
+        return self.out
+
+    # -- where fields are
+
+    def _places(self, config: Mapping[str, Any]) -> list[Any]:
+        parts = stack_fields(self.family, self.stack).part if self.stack else []
+        found = [p for p in (_at(config, path) for path in parts) if isinstance(p, dict)]
+        if found:
+            return [*found[:1], config]
+        places = list(self.family.spec.places(config))
+        if self.family.name == "none" and not any(type(p.get(f)) is int for p in places for f in LAYERS):
+            places += [v for k, v in config.items() if is_part(k, v) and any(f in v for f in LAYERS)][:1]
+        return places
+
+    def _paths(self) -> set[str]:
+        return {*self.each, *self.numbers, *self.from_one}
+
+    def _counted(self) -> int:
+        count = self.before.count
+        if count is None:
+            count = next((p[f] for p in self.places for f in self.counts if type(p.get(f)) is int), None)
+        return max((x.number for x in self.layers), default=-1) + 1 if count is None else count
+
+    def _count_of(self, config: Mapping[str, Any]) -> int:
+        if config is self.config:
+            return self.count
+        return self.sources[id(config)].count or self.count
+
+    def _set_count(self) -> None:
+        """Fields that count the layers follow; what counts those of other stacks stays as it is."""
+        family, spec = self.family, self.family.spec.tensors
+        others = [s for s in ("", *(spec.stacks if spec else ())) if s != self.stack]
+        known = {s: Described.of(family, self.config, s) for s in others}
+        kept = {s: d.count for s, d in known.items() if d.count is not None}
+        shared = {f for s in kept for f in known[s].count_fields}
+        own = self.before.count_fields
+        there = [f for f in own if f not in shared and any(type(_at(p, f)) is int for p in self.places)]
+        if self.stack:
+            more: Sequence[str] = stack_fields(family, self.stack).counts
+        else:
+            more = [] if {*own} - {*LAYERS} else self.counts
+        done = False
+        for path in dict.fromkeys([*(there or own[:1]), *more]):
+            for place in self.places:
+                if type(_at(place, path)) is int and _at(place, path) == self.count:
+                    _put(place, path, len(self.regular))
+                    done = True
+        if not done and own and not self._listed_count():
+            _put(self.places[0], own[0], len(self.regular))
+        for stack, count in kept.items():
+            if Described.of(family, self.out, stack).count != count and (fields := known[stack].count_fields):
+                _put(self.places[-1], fields[0], count)
+        now = Described.of(family, self.out, self.stack).count
+        if (now is not None or not done) and now != len(self.regular) and not self._listed_count():
+            raise UnsupportedError(
+                f"no field of config.json is known to count the layers, of which there are {len(self.regular)} now",
+                hint="merge this stack whole, with `models`",
+            )
+
+    def _listed_count(self) -> bool:
+        """Whether a list of kinds says how many layers there are."""
+        return any(isinstance(v, list) for f in self.before.count_fields for p in self.places if (v := _at(p, f)))
+
+    # -- what follows
+
+    def _follow(self, path: str) -> None:
+        for i, place in enumerate(self.places):
+            value = _at(place, path)
+            if value is None or isinstance(value, bool | int | float):
+                continue
+            taken = self._numbers(path, i, value) if path in self.numbers | self.from_one else None
+            taken = self._each(path, i, value) if taken is None else taken
+            if taken is not None:
+                _put(place, path, taken)
+
+    def _source(self, layer: Layer, path: str, place: int, default: Any) -> Any:
+        """The same field of the model that a layer comes from."""
+        if layer.config is self.config:
+            return default
+        places = self._places(layer.config)
+        found = _at(places[place], path) if place < len(places) else None
+        if type(found) is not type(default):
+            raise UnsupportedError(
+                f"config.json of another model whose layers are stacked does not have `{path}` as that of the first",
+                hint="give both models config.json of the same form",
+            )
+        return found
+
+    def _numbers(self, path: str, place: int, value: Any) -> Any:
+        first = 1 if path in self.from_one else 0
+        if isinstance(value, str) and _NUMBERS.fullmatch(value):
+            listed = self._numbers(path, place, [int(n) for n in re.findall(r"\d+", value)])
+            gap = re.search(r"\d([\s,]+)\d", value)
+            return (gap[1] if gap else ",").join(map(str, listed))
+        if not isinstance(value, list) or not all(type(n) is int for n in value):
+            return None
+        by_source = [
+            layer.number + first in _as_numbers(self._source(layer, path, place, value)) for layer in self.regular
+        ]
+        beyond = [n - self.count + len(self.regular) for n in value if n - first >= self.count]
+        return [i + first for i, held in enumerate(by_source) if held] + beyond
+
+    def _each(self, path: str, place: int, value: Any) -> Any:
+        """The entries of the layers; None for what is no entry for each."""
+        if isinstance(value, dict) and value and all(str(k).isdecimal() for k in value):
+            width = (
+                max(len(str(k)) for k in value) if any(str(k).startswith("0") and len(str(k)) > 1 for k in value) else 0
+            )
+            maps = [{int(k): v for k, v in self._source(x, path, place, value).items()} for x in self.regular]
+            found = {
+                str(i).zfill(width): m[x.number]
+                for i, (x, m) in enumerate(zip(self.regular, maps, strict=True))
+                if x.number in m
+            }
+            beyond = {str(int(k) - self.count + len(self.regular)): v for k, v in value.items() if int(k) >= self.count}
+            return found | beyond
+        apart = re.split(r"([,\s]+)", value) if isinstance(value, str) else []
+        if len(apart) > 1 and len(apart[::2]) >= self.count:
+            listed = self._each(path, place, apart[::2])
+            return apart[1].join(listed)
+        if not isinstance(value, list | str) or len(value) < self.count:
+            return None
+        taken = [self._source(x, path, place, value) for x in self.regular]
+        if any(len(t) <= x.number for t, x in zip(taken, self.regular, strict=True)):
+            return None
+        got = [t[x.number] for t, x in zip(taken, self.regular, strict=True)]
+        return "".join(got) + value[self.count :] if isinstance(value, str) else [*got, *value[self.count :]]
+
+    # -- what is said by a rule
+
+    def _rule(self, rule: Mapping[str, int | str]) -> None:
+        """Give the fields of a rule the first values that say what the layers are. Nothing where they say it already,
+        or where none do: what is wrong then is found later.
+
+        Where a list says it too, and for the model that is loaded, numbers beside it still say the same if they can.
+        """
+        fields = [f for f in rule if f != "if"]
+        texts = self.before.tests(fields)
+        wanted = {t: [self._from(x).test(t, x.number) for x in self.regular] for t in texts}
+        alone = all(rule[f] == "number" for f in fields) and any(f in p for f in fields for p in self.places)
+        if not texts or self._says(self.out, wanted, alone=alone):
+            return
+        for values in self._candidates(rule):
+            tried = deepcopy(self.out)
+            home = self._home(self._places(tried), rule)
+            for field, value in values.items():
+                _put(home, field, value)
+            if self._allowed(rule, tried) and self._says(tried, wanted, alone=alone):
+                self.out = tried
+                self.places = self._places(tried)
+                return
+
+    def _home(self, places: Sequence[Any], rule: Mapping[str, Any]) -> Any:
+        """The place that has the fields of a rule, or the number of layers."""
+        counted = (*LAYERS, *self.before.count_fields)
+        having = (p for names in (rule, counted) for p in places if any(f in p for f in names))
+        return next(having, places[0])
+
+    def _from(self, layer: Layer) -> Described:
+        return self.before if layer.config is self.config else self.sources[id(layer.config)]
+
+    def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:
+        condition = rule.get("if")
+        return not condition or bool(Described.of(self.family, config, self.stack).test(str(condition), 0))
+
+    def _says(self, config: Config, wanted: Mapping[str, Sequence[Any]], *, alone: bool) -> bool:
+        """Whether a config gives expressions the wanted values; ``alone``: without its lists."""
+        configs = [config]
+        if alone:
+            configs.append(deepcopy(config))
+            for place in self._places(configs[1]):
+                for path in self._paths() & {*place}:
+                    if isinstance(place[path], list | str):
+                        del place[path]
+        now = [Described.of(self.family, c, self.stack) for c in configs]
+        return all(d.test(t, i) == v for d in now for t, values in wanted.items() for i, v in enumerate(values))
+
+    def _candidates(self, rule: Mapping[str, int | str]) -> Iterator[dict[str, Any]]:
+        searched = [f for f, said in rule.items() if said == "number"]
+        fixed: dict[str, Any] = {}
+        for field, said in rule.items():
+            if isinstance(said, int):
+                fixed[field] = said
+            elif field != "if" and said != "number":
+                values = [self._from(x).test(said, x.number) for x in self.regular]
+                if "?" in values:
+                    return
+                plain = [int(v) if isinstance(v, bool) else v for v in values]
+                fixed[field] = [i for i, v in enumerate(plain) if v] if field in self.numbers else plain
+        for numbers in product(range(len(self.regular) + 2), repeat=len(searched)):
+            yield fixed | dict(zip(searched, numbers, strict=True))
+
+    # -- what nobody has declared, and the proof
+
+    def _refuse_unknown(self) -> None:
+        stays = [x.number for x in self.layers] == list(range(self.count)) and all(
+            x.config is self.config for x in self.layers
+        )
+        if stays:
+            return
+        spec = self.family.spec.tensors
+        stacks = ["", *(spec.stacks if spec else ())]
+        known = {*self._paths(), *self.apart, *self.before.fields, *PREDICTION}
+        known |= {f for s in stacks for f in Described(self.family, self.config, s).count_fields}
+        known |= {f for rule in self.family.spec.slices.rules for f in rule}
+        for place in self.places[: 1 if self.stack else None]:
+            for name, value in place.items():
+                if name not in known and not is_part(name, value) and suspicious(name, value, self.count):
+                    raise UnsupportedError(
+                        f"`{name}` of config.json is {shown(value)}, which may speak of layers by number, and layers"
+                        " get other numbers",
+                        where=self.family.origin or (),
+                        hint="say what it is in a family file, under `slices:` (docs/layouts/slices.md): --family FILE",
+                    )
+
+    def _prove(self) -> None:
+        """Raises UnsupportedError unless each layer is what it was."""
+        now = Described.of(self.family, self.out, self.stack)
+        for i, layer in enumerate(self.layers):
+            try:
+                changed = self._from(layer).changes(now, i, layer.number)
+            except CkptError as e:
+                raise UnsupportedError(
+                    f"config.json does not say what the layers of the output are: {e.what}", where=e.where, hint=e.hint
+                ) from None
+            if not changed:
+                continue
+            read = {k: v for what in changed for k, v in now.reads(what).items() if k not in self.before.count_fields}
+            fields = some([f"`{k}`" for k in read]) if read else "the number of layers"
+            what = changed[0].partition(": ")[2] or changed[0]
+            raise UnsupportedError(
+                f"the slices put layers in an order that {fields} of config.json cannot say: layer {i} would not be"
+                f" what layer {layer.number} of its source is (`{what}`)",
+                where=self.family.origin,
+                hint="choose slices that keep the order of all kinds of layers",
+            )
+
+
+def _at(place: Any, path: str) -> Any:
+    """What stands under a name or a path; None where nothing does."""
+    for key in path.split("."):
+        place = place.get(key) if isinstance(place, Mapping) else None
+    return place
+
+
+def _put(place: Config, path: str, value: Any) -> None:
+    *parts, last = path.split(".")
+    for part in parts:
+        place = place[part]
+    place[last] = value
+
+
+def _as_numbers(value: Any) -> set[int]:
+    return {int(n) for n in re.findall(r"\d+", value)} if isinstance(value, str) else set(value)
+
+
+def _by_words(config: Mapping[str, Any], prefix: str) -> tuple[str, Sequence[str]]:
+    """The part of the config that is about a stack of which the family knows nothing, "" for all of it, and the fields
+    that count its layers, by what they are called. Raises UnsupportedError where there are none."""
+    part = next(
+        (n for n, words in _STACK_PARTS.items() if isinstance(config.get(n), dict) and words.search(prefix)), ""
+    )
+    place = config[part] if part else config
+    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in ("vision_config", "audio_config"))
+    words = () if tower else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
+    counted = [f for f in words if type(place.get(f)) is int]
+    if not counted:
+        raise UnsupportedError(
+            f"no field of config.json is known to count the layers of `{prefix}`",
+            hint="merge this stack whole, with `models`",
+        )
+    return part, counted

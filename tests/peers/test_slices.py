@@ -1,0 +1,151 @@
+"""Slices of every architecture: what comes out is loaded whole, and computes what the layers computed where they were.
+
+The judge takes the layers of a model apart in transformers and puts them together in the order of the slices, with the
+lists of its config, and compares the logits of that with those of the merged checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.helpers.command import ckpttool  # noqa: E402
+from tests.peers.families.forward import compute, difference, inputs, load, runnable  # noqa: E402
+from tests.peers.families.tiny import Architecture, save, tiny_config  # noqa: E402
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+TEXTS = ("text_config", "llm_config", "thinker_config", "decoder")
+LONGER = 5
+NOT_OF_LAYERS = {"quantiles"}
+
+
+def text_part(config: Any) -> tuple[str, Any]:
+    """The part of a config that is the language model's, and the path that leads to it."""
+    path = ""
+    while inner := next((n for n in TEXTS if hasattr(getattr(config, n, None), "to_dict")), None):
+        config, path = getattr(config, inner), f"{path}{inner}."
+    return path, config
+
+
+def counted(config: Any) -> str:
+    return next((n for n in COUNTS if isinstance(config.__dict__.get(n), int)), "")
+
+
+def listed(architecture: Architecture) -> set[str]:
+    """Fields of a config's language model with an entry for each layer, as its class makes them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    _, config = text_part(CONFIG_MAPPING[architecture.model_type]())
+    count = config.__dict__.get(counted(config), 0)
+    lists = {k: v for k, v in config.__dict__.items() if isinstance(v, list)}
+    return {k for k, v in lists.items() if len(v) == count and k not in NOT_OF_LAYERS}
+
+
+def longer(architecture: Architecture) -> dict[str, Any]:
+    """Changes that give a tiny model some more layers."""
+    path, config = text_part(tiny_config(architecture.model_type, None, architecture.group))
+    field = counted(config)
+    count = config.__dict__.get(field, 0)
+    if not field or count >= LONGER - 1:
+        return {}
+    out: dict[str, Any] = {f"{path}{field}": LONGER}
+    for name in listed(architecture):
+        if value := config.__dict__.get(name):
+            numbers = [*range(LONGER)] if value == [*range(count)] else (value * LONGER)[:LONGER]
+            out[f"{path}{name}"] = numbers
+    return out
+
+
+def in_order(model: Any, count: int, order: list[int], lists_of: set[str]) -> None:
+    """Put the layers of a model's language model in another order."""
+    part = runnable(model)
+    lists = {
+        name: m
+        for name, m in part.named_modules()
+        if isinstance(m, torch.nn.ModuleList)
+        and len(m) == count
+        and not any(w in name for w in ("visi", "visual", "audio", "experts", "tower"))
+    }
+    lists = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+    if len(lists) > 1:
+        lists = {n: m for n, m in lists.items() if "encoder" not in n} or lists
+    if len(lists) != 1:
+        raise LookupError(f"{len(lists)} lists of layers")
+    ((name, layers),) = lists.items()
+    parent = part.get_submodule(name.rpartition(".")[0])
+    _, config = text_part(part.config)
+    moved = [deepcopy(layers[i]) for i in order]
+    for i, layer in enumerate(moved):
+        for m in layer.modules():
+            for attribute in ("layer_idx", "layer_id", "layer_number"):
+                if isinstance(m.__dict__.get(attribute), int):
+                    m.__dict__[attribute] = i
+            if hasattr(m, "config"):
+                m.config = config
+    setattr(parent, name.rpartition(".")[2], torch.nn.ModuleList(moved))
+    for key, value in list(config.__dict__.items()):
+        if isinstance(value, list) and key in lists_of and len(value) == count:
+            config.__dict__[key] = [value[i] for i in order]
+        elif isinstance(value, list) and value and all(type(v) is int and v < count for v in value) and "layer" in key:
+            config.__dict__[key] = [i for i, source in enumerate(order) if source in value]
+    config.__dict__[counted(config)] = len(order)
+    for m in part.modules():
+        for key in ("cross_attention_layers",):
+            if isinstance(m.__dict__.get(key), list):
+                m.__dict__[key] = config.__dict__[key]
+
+
+def judge(architecture: Architecture, folder: Path, order: list[int] | None = None) -> str:
+    """ "ok", "refused: why", "wrong: what" or "skipped: why" for one architecture."""
+    cls = getattr(transformers, architecture.cls)
+    source = folder / "m"
+    try:
+        changes = longer(architecture)
+    except Exception as e:  # noqa: BLE001 - of many classes
+        return f"skipped: {type(e).__name__} {e}"
+    try:
+        save(architecture, source, changes)
+    except Exception:  # noqa: BLE001 - of many classes
+        try:
+            save(architecture, source)
+        except Exception as e:  # noqa: BLE001
+            return f"skipped: {type(e).__name__} {e}"
+    try:
+        model = load(cls, source)
+        part = runnable(model)
+        _, config = text_part(part.config)
+        count = int(config.__dict__[counted(config)])
+        if order is None:
+            order = [2, 3, 0, 4] if count > 4 else [count - 1, *range(count)]
+        given = inputs(part)
+        plain = compute(part, given)
+        in_order(model, count, order, listed(architecture))
+        wanted = compute(runnable(model), given)
+    except Exception as e:  # noqa: BLE001
+        return f"skipped: {type(e).__name__} {str(e)[:100]}"
+    slices = [{"sources": [{"model": str(source), "layer_range": [i, i + 1]}]} for i in order]
+    stack = {"stack": "language_model"}
+    recipe = folder / "recipe.yml"
+    done = ckpttool("--version")
+    for more in ({}, stack, {"stack": "decoder"}, {"stack": "text_model"}):
+        recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": [more | s for s in slices]}))
+        done = ckpttool("merge", recipe, "-o", folder / "out")
+        if done.code == 0 or "stack" not in done.err:
+            break
+    if done.code:
+        return f"refused: {done.err.strip()[:300]}"
+    try:
+        out = load(cls, folder / "out")
+        found = compute(runnable(out), given)
+    except Exception as e:  # noqa: BLE001
+        return f"wrong: {type(e).__name__} {str(e)[:200]}"
+    off = difference(found, wanted)
+    same = " (order has no effect)" if difference(plain, wanted) < 1e-6 else ""
+    return f"ok{same}" if off < 1e-4 else f"wrong: logits off by {off:.2g}"
