@@ -52,7 +52,7 @@ def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Nu
                     sure[n] = a
                 elif n in held:
                     doubt = doubt or Doubt(n, shape, a, b)
-        if doubt is None or len(sure) == before:
+        if len(sure) == before:
             return doubt or sure
 
 
