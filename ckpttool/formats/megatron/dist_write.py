@@ -122,8 +122,15 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
         generated=((POINTER, str(iteration_of(request)).encode()),),
         label=keys.fqn,
         usage="torchrun pretrain_gpt.py --load {dst} --use-checkpoint-args"
-        + (" --use-distributed-optimizer" if held.trained else " --finetune"),
+        + _loads(optimizer=bool(held.trained), iteration=iteration_of(request)),
     )
+
+
+def _loads(*, optimizer: bool, iteration: int) -> str:
+    """Options that load it: without them a model alone is asked for its optimizer."""
+    if optimizer:
+        return " --use-distributed-optimizer"
+    return " --no-load-optim --no-load-rng" if iteration else " --finetune"
 
 
 def _check(request: base.WriteRequest) -> None:

@@ -23,10 +23,10 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.dcp_metadata import Described, Entry
-from ckpttool.formats.torch.numbered import Doubt, deal
+from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.states import STEP
-from ckpttool.words import count, some
+from ckpttool.words import some
 
 ALL = "."
 """The --select of every tensor, under names with all their keys."""
@@ -36,10 +36,6 @@ _MASTERS = ("master_weights", "master_params")
 _AVERAGE = re.compile(r"(model_)?ema(_model|_state_dict|_weights)?|\w+_ema")
 _STATE = re.compile(r"(?:(?P<prefix>(?:.*\.)?optim\w*)\.)?state\.(?P<name>.+)\.(?P<state>[A-Za-z_]\w*)")
 _GROUP = re.compile(r"(?:(?P<prefix>.*)\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
-_UNKNOWN = (
-    "the optimizer has numbers for {} without state, and nothing says which these are: only --to dcp keeps them in"
-    " their groups"
-)
 _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
 """Tensors of a trainer that lie beside those of a model without a prefix."""
 
@@ -212,8 +208,8 @@ def assign(
     def take(found: Mapping[str, tuple[str, str, str]]) -> None:
         """Add values by (name, component, state), those of other models' parameters left out."""
         model = {k.name for k in keys.values() if k.component == "model"}
-        unknown = dict.fromkeys(n for n, _, _ in found.values() if n not in names)
-        new, note = strip_prefixes(unknown, where, wrapped=wrapped)
+        others = dict.fromkeys(n for n, _, _ in found.values() if n not in names)
+        new, note = strip_prefixes(others, where, wrapped=wrapped)
         names.update(new)
         notes.extend([note] if note and note not in notes else [])
         for fqn, (name, *rest) in found.items():
@@ -237,8 +233,8 @@ def assign(
             numbers = {fqn: (int(s.name), s.state) for fqn, s in unnamed.items()}
             take({fqn: (found[n], "optimizer", state) for fqn, (n, state) in numbers.items() if n in found})
             whose = {number: names[name] for number, name in found.items()}
-            if unknown := [n for of in groups_of.values() for group in of for n in group if n not in whose]:
-                notes.append(_UNKNOWN.format(count(len(unknown), "parameter")))
+            every = [n for of in groups_of.values() for group in of for n in group]
+            notes += unknown(every, whose, kept="only --to dcp keeps them in their groups")
     if not keys:
         raise IncompleteError("the save holds no tensors", where=where, hint="give the directory of the model's save")
     if left := [
@@ -343,10 +339,8 @@ def _whose(
         return said if fits and len(set(said.values())) == len(said) else None
     groups = [[(n, shapes.get(n)) for n in group] for group in dealt]
     floats = [(n, t.shape) for n, t in model.items() if t.dtype in DTYPES and DTYPES[t.dtype].kind == "float"]
-    found = deal(groups, floats, {*shapes})
-    if isinstance(found, Doubt) or not shapes.keys() <= found.keys():
-        return None
-    return {int(n): name for n, name in found.items()}
+    found = names_of(groups, floats, shapes.keys())
+    return None if found is None else {int(n): name for n, name in found.items()}
 
 
 def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State | None:
