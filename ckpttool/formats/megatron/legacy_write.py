@@ -6,7 +6,7 @@
         distrib_optim.pt                                 flat vectors of the distributed optimizer
 
 ``release`` is Megatron's name for weights that training starts from: iteration 0, and nothing is asked for that only a
-run has. With the state of an optimizer the save is that of an iteration.
+run has. With the state of an optimizer, or the iteration of a run, the save is that of an iteration.
 
 Source: megatron/training/checkpointing.py of Megatron-LM (``get_checkpoint_name``, ``load_checkpoint``).
 """
