@@ -232,7 +232,7 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
         sharding=sharding,
         sharding_version=target.sharding_version,
         version=goal.context.version,
-        training=_training(source, target, named, shares, counts_steps=goal.writer.capabilities.counts_steps),
+        training=_training(source, goal, named, shares),
         source=source.stored,
     )
 
@@ -247,14 +247,14 @@ def _config(source: Checkpoint, goal: Goal, named: Named) -> tuple[dict[str, Any
     return target_config(source.dialect, goal, views.table), notes
 
 
-def _training(
-    source: Checkpoint, target: Target, named: Named, shares: Shares, *, counts_steps: bool
-) -> Training | None:
-    """What a trainer resumes from, where the output holds the state of an optimizer."""
+def _training(source: Checkpoint, goal: Goal, named: Named, shares: Shares) -> Training | None:
+    """What a trainer resumes from, where the output is that of a run; its optimizer may have no state yet, or none."""
+    if not goal.target.resumes(goal.writer.capabilities):
+        return None
     states = {state: table for (component, state), table in shares.tables.items() if component == "optimizer"}
     counted = {n for state, table in states.items() if state in SCALARS for n in table}
-    training = training_of(source, named.views.table, counted, target.betas) if states else None
-    if STEP in states and counts_steps:
+    training = training_of(source, named.views, counted, goal.target.betas)
+    if STEP in states and goal.writer.capabilities.counts_steps:
         training = replace(training or Training(), steps=steps_of(source.catalog, states[STEP]))
     return training
 

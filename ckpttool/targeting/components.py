@@ -12,13 +12,13 @@ from dataclasses import replace
 from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Capabilities, Writer
+from ckpttool.formats.base import Capabilities, Training, Writer
 from ckpttool.formats.registry import WRITERS
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
 from ckpttool.select import compile_pattern
 from ckpttool.targeting.target import WEIGHTS, Target, castable
-from ckpttool.words import either
+from ckpttool.words import either, some
 
 Component = tuple[str, str]
 """Its name, and the state of an optimizer or ""."""
@@ -79,6 +79,8 @@ def chosen_components(
         )
     if not wanted and (left := [c for c in have if c not in keep]):
         notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(capabilities.components)}")
+    if not wanted and "optimizer" not in {*have} | {*capabilities.components}:
+        notes += _of_a_run(source.stored.training, f"--to {fmt} holds {', '.join(capabilities.components)}")
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
     if capabilities.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
@@ -101,6 +103,15 @@ def chosen_components(
     pairs = dict.fromkeys((k.component, k.state) for k in tensors)
     kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
+
+
+def _of_a_run(training: Training | None, why: str) -> list[str]:
+    """A note about what a run goes on from, where its optimizer has no tensors that a note would name."""
+    if training is None:
+        return []
+    names = ["param_groups"] if training.groups else []
+    names += [*training.plain, *(["step"] if training.step is not None and not training.plain else [])]
+    return [f"{some(names, 6)} left out: {why}"] if names else []
 
 
 def _narrowed(target: Target, capabilities: Capabilities, keep: Sequence[str]) -> bool:

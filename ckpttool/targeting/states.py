@@ -161,8 +161,7 @@ def translated(
     Raises IncompleteError where nothing says the betas, ConflictError where the powers are of others, UnsupportedError
     where they have become too small to tell the step.
     """
-    wanted = target.components or (("model",) if target.ema else capabilities.components)
-    if not capabilities.states or "optimizer" not in {*wanted} & {*capabilities.components}:
+    if not capabilities.states or not target.resumes(capabilities):
         return source, None
     with open_medium() as medium:
         work = _Translator(source, target.betas, medium)

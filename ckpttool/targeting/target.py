@@ -9,7 +9,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import Dialect, NamingContext, dialect
 from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Writer
+from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.layout.assemble import EXPERT
 from ckpttool.mesh import Mesh
 from ckpttool.storage.place import Place
@@ -53,6 +53,11 @@ class Target:
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
+
+    def resumes(self, capabilities: Capabilities) -> bool:
+        """Whether the output is to hold the optimizer, if there is one: a run goes on from it."""
+        wanted = self.components or (("model",) if self.ema else capabilities.components)
+        return "optimizer" in {*wanted} & {*capabilities.components}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import ConflictError
 from ckpttool.formats.base import ParamGroup, Training
-from ckpttool.relate import DerivedTensor
+from ckpttool.relate import TensorTable
 from ckpttool.targeting.states import Betas
 
 
-def training_of(
-    source: Checkpoint, views: Mapping[str, DerivedTensor], counted: set[str], betas: Betas | None
-) -> Training | None:
+def training_of(source: Checkpoint, views: TensorTable, counted: set[str], betas: Betas | None) -> Training | None:
     """``StoredCheckpoint.training`` with the names of ``views``, which are those of the output.
 
-    A parameter that is gone leaves its group, one that repeats another (a tie) is in none. ``counted`` are the
-    parameters of the output whose steps are counted: ``betas`` are theirs where their groups say none, and they are a
-    group where there is none. Raises ConflictError where tensors are joined whose groups differ.
+    A parameter that is gone leaves its group, one that repeats another (a tie) is in none; a parameter has its group
+    whether or not it has state. ``counted`` are the parameters of the output whose steps are counted: ``betas`` are
+    theirs where their groups say none, and they are a group where there is none. Raises ConflictError where tensors
+    are joined whose groups differ.
     """
     training = source.stored.training
     groups = _renamed(training.groups, views) if training is not None else ()
-    if betas is not None:
+    if betas is not None and counted:
         said = {"betas": list(betas)}
         if not groups:
-            groups = (ParamGroup(tuple(n for n in views if n in counted)),)
+            groups = (ParamGroup(tuple(n for n in views.table if n in counted)),)
         groups = tuple(replace(g, values={**said, **g.values}) if counted & {*g.parameters} else g for g in groups)
     return replace(training or Training(), groups=groups) if training is not None or groups else None
 
 
-def _renamed(groups: Sequence[ParamGroup], views: Mapping[str, DerivedTensor]) -> tuple[ParamGroup, ...]:
+def _renamed(groups: Sequence[ParamGroup], views: TensorTable) -> tuple[ParamGroup, ...]:
     place = {name: (g, i) for g, group in enumerate(groups) for i, name in enumerate(group.parameters)}
+    for copy, owner in views.tied:  # the optimizer may know the one that is not written
+        if copy.same is not None and owner.same is not None and copy.same.key.name in place:
+            place.setdefault(owner.same.key.name, place[copy.same.key.name])
     members: list[list[tuple[int, int, str]]] = [[] for _ in groups]
     seen: set[object] = set()
-    for order, (name, view) in enumerate(views.items()):
+    for order, (name, view) in enumerate(views.table.items()):
         parts = view.parts
         elements = [(id(p.source), p.origin, p.axes, p.stride, p.size) for p in parts]
         if seen.issuperset(elements):

@@ -321,22 +321,27 @@ def test_placements_that_hold_no_boxes_are_refused() -> None:
 
 def test_numbers_follow_the_model() -> None:
     model = [("a", (2, 2)), ("b", (2,)), ("c", (2, 2)), ("d", (2,))]
-    assert names_of([[(0, (2, 2)), (1, (2,)), (2, None), (3, (2,))]], model) == dict(enumerate("abcd"))
+    assert names_of([[(0, (2, 2)), (1, (2,)), (2, None), (3, (2,))]], model, [0, 1, 3]) == dict(enumerate("abcd"))
     decayed, others = [(0, (2, 2)), (1, (2, 2))], [(2, (2,)), (3, (2,))]
-    assert names_of([decayed, others], model) == {0: "a", 1: "c", 2: "b", 3: "d"}
-    assert names_of([decayed], model) == {0: "a", 1: "c"}  # the others are frozen
+    assert names_of([decayed, others], model, range(4)) == {0: "a", 1: "c", 2: "b", 3: "d"}
+    assert names_of([decayed], model, [0, 1]) == {0: "a", 1: "c"}  # the others are frozen
 
 
 def test_numbers_that_may_stand_for_two_are_not_guessed() -> None:
     model = [("a", (2, 2)), ("b", (2,)), ("c", (2, 2)), ("d", (2,))]
-    assert names_of([[(0, (2, 2))]], model) is None
-    assert names_of([[(0, (2, 2))], [(1, (2, 2))]], model) is None
-    assert names_of([[(0, (3,))]], model) is None
-    assert names_of([[(i, None) for i in range(5)]], model) is None
+    assert names_of([[(0, (2, 2))]], model, [0]) is None
+    assert names_of([[(0, (2, 2))], [(1, (2, 2))]], model, [0, 1]) is None
+    assert names_of([[(0, (3,))]], model, [0]) is None
+    assert names_of([[(i, None) for i in range(5)]], model, []) is None
+    assert names_of([[(0, (2, 2)), (1, (2, 2)), (2, None)]], model, [0, 1]) == {0: "a", 1: "c", 2: "d"}
+    assert names_of([[(0, (2, 2)), (1, None), (2, (2, 2))]], model, [0, 2]) == {0: "a", 1: "b", 2: "c"}
+    assert names_of([[(0, None), (1, None)]], model, []) == {}  # without state, it need not be known
     assert deal([[(0, (2, 2)), (1, None)]], model, [1]) == Doubt(1, None, "b", "d")
     assert deal([[(0, (3,))]], model, [0]) == Doubt(0, (3,), "", "")
     many = [(f"p{i}", (2,)) for i in range(5000)]
-    assert names_of([[(i, (2,)) for i in range(2500)], [(i, (2,)) for i in range(2500, 5000)]], many) is None
+    assert (
+        names_of([[(i, (2,)) for i in range(2500)], [(i, (2,)) for i in range(2500, 5000)]], many, range(5000)) is None
+    )
 
 
 def test_a_name_is_given_only_where_every_way_gives_it() -> None:

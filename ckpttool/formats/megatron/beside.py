@@ -192,6 +192,7 @@ def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bo
         )
     if (request.source is None or request.source.dialect != request.dialect) and (needed := options(args)):
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take all of them: pass also {' '.join(needed)}")
-    if left := [k for k in plain if k not in (*COUNTERS, *CONSUMED)]:
+    left = ["param_groups"] if training.groups and not optimizer else []
+    if left := [*left, *(k for k in plain if k not in (*COUNTERS, *CONSUMED))]:
         notes.append(f"left out, because Megatron has no place for it: {some(left)}")
     return out, notes

@@ -347,16 +347,20 @@ class _Reading:
         """What else a trainer resumes from; steps become tensors of the catalog."""
         plain = nemo.progress(self.common, self.save.listing) | counters(self.common, self.args)
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
-        shapes = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model" and k.name in stateful}
+        model = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model"}
+        shapes = {n: shape for n, shape in model.items() if n in stateful or not stateful}
         groups, steps, every = placed(optimizers, shapes)
         if shapes and any(o.groups for o in optimizers) and not every:
             self.notes.append(
                 "nothing says which parameters are in which group of the optimizer: the groups are left out"
             )
-        self._steps(catalog, steps)
+        if stateful:
+            self._steps(catalog, steps)
         if not groups and not plain and not self.left:
             return None
-        return base.Training(tuple(groups), None, plain, tuple(self.left))
+        taken = {*steps.values()} if not stateful else set()
+        step = int(taken.pop()) if len(taken) == 1 else None
+        return base.Training(tuple(groups), step, plain, tuple(self.left))
 
     def _steps(self, catalog: Catalog, steps: Mapping[str, float]) -> None:
         if not steps:

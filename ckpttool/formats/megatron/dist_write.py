@@ -43,6 +43,7 @@ from ckpttool.formats.torch import METADATA, Chunks, ChunkWriter, Described, Spa
 from ckpttool.geometry import Box, whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import STEP
+from ckpttool.words import count, some
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -122,8 +123,15 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
         generated=((POINTER, str(iteration_of(request)).encode()),),
         label=keys.fqn,
         usage="torchrun pretrain_gpt.py --load {dst} --use-checkpoint-args"
-        + (" --use-distributed-optimizer" if held.trained else " --finetune"),
+        + _loads(optimizer=bool(held.trained), iteration=iteration_of(request)),
     )
+
+
+def _loads(*, optimizer: bool, iteration: int) -> str:
+    """Options that load it: without them a model alone is asked for its optimizer."""
+    if optimizer:
+        return " --use-distributed-optimizer"
+    return " --no-load-optim --no-load-rng" if iteration else " --finetune"
 
 
 def _check(request: base.WriteRequest) -> None:
@@ -296,6 +304,12 @@ class _Held:
             )
         made = any(dtypes[n] != "F32" for n in self._made)
         self.notes = [_MASTERS_MADE] if made else []
+        grouped = {n for g in (request.training.groups if request.training else ()) for n in g.parameters}
+        if not self.trained and (_MASTERS, "") in found:
+            self.notes.append("Megatron loads master weights together with the moments of Adam, and there are none")
+        elif self.trained and (lacking := sorted((grouped & dtypes.keys()).difference(self.trained))):
+            which = f"{count(len(lacking), 'parameter')} without state of the optimizer ({some(lacking)})"
+            self.notes.append(f"{which}: Megatron only loads a run in which they are frozen")
 
     def tensors(self) -> Iterator[tuple[int, RankTensor]]:
         """(rank, tensor) of all that is written as tensors."""

@@ -313,7 +313,8 @@ class _Reader:
         left = [printable(k, 60) for k in others if file.value.get(k)]
         if left:
             self.notes.append(f"not plain data, and left out: {some(left)}")
-        if not groups and set(plain) <= {"iteration", "num_floating_point_operations_so_far"}:
+        counted = plain.keys() - {"iteration", "num_floating_point_operations_so_far"}
+        if not groups and not counted and not plain.get("iteration"):
             return None  # weights for everyone, as a converter writes them
         return base.Training(groups, step, plain, tuple(left))
 

@@ -6,7 +6,7 @@
         distrib_optim.pt                                 flat vectors of the distributed optimizer
 
 ``release`` is Megatron's name for weights that training starts from: iteration 0, and nothing is asked for that only a
-run has. With the state of an optimizer the save is that of an iteration.
+run has. With the state of an optimizer, or the iteration of a run, the save is that of an iteration.
 
 Source: megatron/training/checkpointing.py of Megatron-LM (``get_checkpoint_name``, ``load_checkpoint``).
 """
@@ -118,8 +118,9 @@ class _Save:
         self.rank_files: list[list[int]] = [[] for _ in self.places]
         first = RankTensors()
         self.ranks = [first, *(RankTensors(share_index_with=first) for _ in self.places[1:])]
-        self.iteration = iteration_of(request) if states else 0
-        self.folder = f"iter_{self.iteration:07d}" if states else "release"
+        self.iteration = iteration_of(request)
+        self.release = not states and not self.iteration
+        self.folder = "release" if self.release else f"iter_{self.iteration:07d}"
         own = self.optimizer.args if self.optimizer is not None else {}
         self.common, self.notes = common(request, self.args | own, optimizer=states)
         self.common["iteration"] = self.iteration
@@ -131,17 +132,17 @@ class _Save:
             self._model(rank, folder)
             if self.optimizer is not None:
                 self._state(rank, folder, self.optimizer)
-        release = self.optimizer is None
+        loads = " --no-load-optim" if self.optimizer is None else " --use-distributed-optimizer"
         return base.FileLayout(
             self.files,
             self.places,
             [*self.notes, *(self.optimizer.notes if self.optimizer is not None else ())],
             self.rank_files,
             ranks=self.ranks,
-            generated=((POINTER, b"release" if release else str(self.iteration).encode()),),
+            generated=((POINTER, b"release" if self.release else str(self.iteration).encode()),),
             label=self._label,
             usage="torchrun pretrain_gpt.py --load {dst} --use-checkpoint-args --ckpt-format torch"
-            + ("" if release else " --use-distributed-optimizer --no-load-rng"),
+            + ("" if self.release else f"{loads} --no-load-rng"),
         )
 
     def _args(self, held: Mapping[str, RankTensor]) -> dict[str, Any]:

@@ -493,7 +493,7 @@ class _Writer:
         )  # fmt: skip
 
     def _notes(self) -> list[str]:
-        notes = left_out(self.request.training)
+        notes = left_out(self.request)
         dtypes = {e.tensor.dtype for by_rank in self.entries.values() for entries in by_rank for e in entries}
         if dtypes & {"F8_E4M3", "F8_E5M2"}:
             notes.append("Paddle 3.3.1 takes float8 for int8 when it resumes on the ranks that are written here")

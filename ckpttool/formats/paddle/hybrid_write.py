@@ -180,7 +180,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
     nlp = (request.version or (source.writer if source else "")).startswith("paddlenlp")
     _check_sizes(request, version, nlp=nlp, ema=ema)
     split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
-    notes = left_out(request.training)
+    notes = left_out(request)
     cells = [_cell(request, c) for c in mesh.all_coords()]
     _settle_masters(cells, shards, notes)
     tables = source.tables if source is not None else {}
@@ -195,6 +195,8 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
 
     averaged = ema and any(p.ema for c in cells for p in c.params)
     trained = any(c.masters or c.states for c in cells)
+    # An optimizer without state (SGD) has a file, too.
+    trained = trained or (request.training is not None and source is not None and source.schedule is not None)
 
     build = _Build()
     by_coords = {(c.pp, c.tp, c.ep): c for c in cells}

@@ -24,6 +24,9 @@ SCHEDULE = "LR_Scheduler"
 """What Paddle calls the state of the learning rate in the optimizer's files."""
 SCHEDULE_FILE = "scheduler.pdparams"
 """The same, beside them."""
+_TRAINER = "trainer_state.json"
+_STEPS = frozenset({"global_steps", "global_step", "step", "iteration"})
+"""What other trainers call it."""
 
 TRAINER_FILES = re.compile(
     r"rng_state.*\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
@@ -46,7 +49,7 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
     """
     state: Mapping[str, Any] = {}
     with suppress(CkptError):
-        state = listing.json("trainer_state.json")
+        state = listing.json(_TRAINER)
     if schedule is None and SCHEDULE_FILE in listing.names:
         with suppress(CkptError):
             found = read_pickle(listing.path(SCHEDULE_FILE))
@@ -76,19 +79,21 @@ def schedule_of(training: Training | None) -> Mapping[str, Any] | None:
 
 
 def schedule_file(request: WriteRequest) -> tuple[tuple[str, bytes], ...]:
-    """(name, bytes) of the schedule's file beside an optimizer, where the source has it in no such file."""
+    """(name, bytes) of the schedule's file, where the source has it in no such file."""
     schedule = schedule_of(request.training)
     if schedule is None or SCHEDULE_FILE in request.companions:
-        return ()
-    if not any(t.component == "optimizer" for rank in request.ranks for t in rank):
         return ()
     return ((SCHEDULE_FILE, plain_pickle(schedule)),)
 
 
-def left_out(training: Training | None) -> list[str]:
+def left_out(request: WriteRequest) -> list[str]:
     """A note about what another trainer keeps."""
+    training = request.training
     if training is None:
         return []
     names = ["param_groups"] if any({*g.values} - {"betas"} for g in training.groups) else []
     names += [n for n in (*training.plain, *training.left) if n != SCHEDULE]
+    if training.step is not None and schedule_of(training) is None and _TRAINER not in request.companions:
+        counted = any(t.component == "optimizer" for rank in request.ranks for t in rank)
+        names += [] if counted or _STEPS & training.plain.keys() else ["step"]
     return [f"{some(names, 6)} left out: Paddle's trainers take them from their own arguments"] if names else []

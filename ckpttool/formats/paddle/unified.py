@@ -144,7 +144,7 @@ class Unified:
             file_layout.files.append(base.OutFile(name, len(data), ((0, data),)))
         return file_layout._replace(
             config=paddle_config.target_config(request.config, version, request.dtype),
-            notes=left_out(request.training),
+            notes=left_out(request),
             generated=schedule_file(request),
             dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
             usage=paddle_config.resume_flags(request, "unified_checkpoint"),

@@ -28,7 +28,7 @@ from ckpttool.errors import CkptError, CorruptError, IncompleteError, Unsupporte
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Entry, entries_of, read_pickle
 from ckpttool.formats.torch.dcp_place import METADATA
-from ckpttool.formats.torch.numbered import names_of
+from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.steps import newest, steps_of
@@ -349,14 +349,13 @@ class _Save:
         """The parameter of each key of the optimizer's state; None where nothing says it."""
         model = dict(self._model)
         named = {n: self._called.get(n, n) for n in states}
-        if all(name in model for name in named.values()):
-            for group in groups:
-                named |= {str(n): self._called.get(str(n), str(n)) for n in group.get("params") or ()}
-            return named
+        every = [str(n) for group in groups for n in group.get("params") or ()]
+        if all(name in model for name in (named.values() if named else every)):
+            return named | {n: self._called.get(n, n) for n in every}
         shapes = {n: _shape(state) for n, state in states.items()}
         numbers = [[(str(n), shapes.get(str(n))) for n in g.get("params") or ()] for g in groups]
-        found = names_of(numbers, self._model)
-        if found is None or any(n not in found for n in states):
+        found = names_of(numbers, self._model, states.keys())
+        if found is None:
             self.refused[COMPONENT] = why = UnsupportedError(
                 "nothing says whose state the optimizer has: its parameters are numbers, and their shapes leave more"
                 " than one order, or none",
@@ -366,6 +365,7 @@ class _Save:
             )
             self.notes.append(f"the optimizer is not read: {why.what}")
             return None
+        self.notes += unknown(every, found)
         return {str(n): name for n, name in found.items()}
 
 

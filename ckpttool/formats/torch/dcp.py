@@ -23,9 +23,10 @@ from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
 from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
 from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
-from ckpttool.formats.torch.dcp_names import Assigned, assign, grouped, numbered
+from ckpttool.formats.torch.dcp_names import Assigned, Held, assign, grouped
 from ckpttool.formats.torch.dcp_place import METADATA, Save, find
 from ckpttool.formats.torch.dcp_write import write_save
+from ckpttool.formats.torch.zero_files import list_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
 from ckpttool.states import number_bytes
@@ -79,7 +80,8 @@ class DistributedCheckpoint:
         tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
-        training = reading.training(objects, assigned, catalog)
+        found = reading.objects(objects, assigned, catalog)
+        training = found.training()
         left = training.left if training else ()
         said = [f"not plain data, and left out: {some(left)}"] if left else []
         carried, notes = base.companions(save.listing, [])
@@ -104,6 +106,8 @@ class DistributedCheckpoint:
             native=assigned.nesting._replace(
                 numbers={e.fqn: e.value.dtype for e, _ in objects if isinstance(e.value, Described)},
                 paths={e.fqn: e.path for e, _ in objects if grouped(e) is None},
+                held=found.held,
+                listed=frozenset(found.listed),
                 named=any((g := grouped(e)) is not None and g.value == "param_names" for e, _ in objects),
             ),
             training=training,
@@ -153,22 +157,27 @@ class _Reading:
 
     def groups(self, entries: Sequence[Entry]) -> dict[str, list[dict[int, str]]]:
         """Parameters of each group, by the prefix of an optimizer that numbers them: names, "" where none is said."""
-        prefixes = {s.prefix for e in entries if (s := numbered(e.path)) is not None}
         held: dict[tuple[str, str | int], dict[str, list[Any]]] = {}
-        for e in entries if prefixes else ():
-            group = grouped(e)
-            if group is None or group.value not in ("params", "param_names") or isinstance(e.value, Described):
+        for e in entries:
+            group, listed = grouped(e), e.path[-1] == "param_groups"
+            wanted = listed or (group is not None and group.value in ("params", "param_names"))
+            if not wanted or isinstance(e.value, Described):
                 continue
             with opened(self.files[e.value[0]].place) as file:
                 value = self.chunks.slice(file, e.fqn, e.value).value
-            if group.prefix in prefixes and isinstance(value, list):
+            if group is not None and isinstance(value, list):
                 held.setdefault(group[:2], {})[group.value] = value
-        out: dict[str, list[dict[int, str]]] = {p: [] for p in prefixes}
+            elif listed and isinstance(value, list):
+                prefix = ".".join(map(str, e.path[:-1]))
+                held |= {(prefix, i): g for i, g in enumerate(value) if isinstance(g, dict)}
+        out: dict[str, list[dict[int, str]]] = {}
         for (prefix, _), said in held.items():
-            numbers = [n for n in said.get("params", ()) if type(n) is int]
-            names = said.get("param_names", ())
+            numbers = [n for n in list_of(said.get("params")) if type(n) is int]
+            if not numbers:
+                continue
+            names = list_of(said.get("param_names"))
             names = names if len(names) == len(numbers) and all(type(n) is str for n in names) else [""] * len(numbers)
-            out[prefix].append(dict(zip(numbers, names, strict=True)))
+            out.setdefault(prefix, []).append(dict(zip(numbers, names, strict=True)))
         return out
 
     def tensors(self, described: Mapping[str, Described], keys: Mapping[str, Key]) -> dict[Key, LogicalTensor]:
@@ -199,9 +208,7 @@ class _Reading:
             out[key].dtype = described[fqn].dtype
         return out
 
-    def training(
-        self, objects: Sequence[tuple[Entry, Span]], assigned: Assigned, catalog: Catalog
-    ) -> base.Training | None:
+    def objects(self, objects: Sequence[tuple[Entry, Span]], assigned: Assigned, catalog: Catalog) -> _Objects:
         """What else a trainer resumes from. Numbers that are state of a parameter become tensors of the catalog."""
         values: dict[str, Any] = {}
         """Of those that are plain."""
@@ -218,7 +225,7 @@ class _Reading:
                 found.add(e, values[e.fqn], self.files[span[0]])
             else:
                 found.left.append(e.fqn)
-        return found.training()
+        return found
 
 
 def _alone(value: Described | Span) -> Span | None:
@@ -250,6 +257,10 @@ class _Objects:
         self.assigned, self.catalog = assigned, catalog
         self.groups: dict[tuple[str, str | int], dict[str, Any]] = {}
         """By the prefix of the optimizer, and number, or the parameter in flattened saves."""
+        self.listed: set[str] = set()
+        """Prefixes of optimizers whose groups are one value."""
+        self.held: list[Held] = []
+        """What each group has for its parameters."""
         self.plain: dict[str, Any] = {}
         self.left: list[str] = []
 
@@ -264,6 +275,7 @@ class _Objects:
         elif entry.path[-1] == "param_groups" and isinstance(value, list):
             prefix = ".".join(map(str, entry.path[:-1]))
             self.groups |= {(prefix, i): g for i, g in enumerate(value) if isinstance(g, dict)}
+            self.listed.add(prefix)
         else:
             self.plain[entry.fqn] = value
 
@@ -285,18 +297,22 @@ class _Objects:
 
     def training(self) -> base.Training | None:
         groups: list[base.ParamGroup] = []
-        alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
+        alike: dict[str, tuple[list[str], dict[str, Any], str]] = {}
         names, numbers = self.assigned.names, self.assigned.numbers
         for (prefix, which), values in self.groups.items():
             if isinstance(which, str) and not which.isdecimal():
-                alike.setdefault(prefix + repr(sorted(values.items())), ([], values))[0].append(names.get(which, which))
+                same = alike.setdefault(prefix + repr(sorted(values.items())), ([], values, prefix))
+                same[0].append(names.get(which, which))
                 continue
-            said = values.pop("param_names", None) or values.pop("params", None)
-            values.pop("params", None)
-            named = [names.get(n, n) for n in said or () if isinstance(n, str)]
-            named = named or [numbers[n] for n in said or () if n in numbers]
-            groups.append(base.ParamGroup(tuple(named), values))
-        groups += [base.ParamGroup(tuple(parameters), values) for parameters, values in alike.values()]
+            params = [p for p in list_of(values.pop("params", None)) if isinstance(p, (int, str))]
+            said = [n for n in list_of(values.pop("param_names", None)) if isinstance(n, str)]
+            known = said if len(said) == len(params) else params
+            named = [names.get(n, n) if isinstance(n, str) else numbers.get(n, "") for n in known]
+            groups.append(base.ParamGroup(tuple([n for n in named if n]), values))
+            self.held.append(Held(prefix, dict(zip(params, named, strict=True))))
+        for parameters, values, prefix in alike.values():
+            groups.append(base.ParamGroup(tuple(parameters), values))
+            self.held.append(Held(prefix, {}))
         if not groups and not self.plain and not self.left:
             return None
         return base.Training(tuple(groups), None, self.plain, tuple(self.left))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.catalog import Key
 from ckpttool.containers.pickle import printable
@@ -23,7 +23,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.dcp_metadata import Described, Entry
-from ckpttool.formats.torch.numbered import names_of
+from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.states import STEP
 from ckpttool.words import some
@@ -38,6 +38,15 @@ _STATE = re.compile(r"(?:(?P<prefix>(?:.*\.)?optim\w*)\.)?state\.(?P<name>.+)\.(
 _GROUP = re.compile(r"(?:(?P<prefix>.*)\.)?param_groups\.(?P<name>.+)\.(?P<value>\w+)")
 _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global_step", "lr"})
 """Tensors of a trainer that lie beside those of a model without a prefix."""
+
+
+class Held(NamedTuple):
+    """The parameters of a group as a save has them."""
+
+    prefix: str
+    """Of the optimizer."""
+    params: Mapping[int | str, str]
+    """Names, or numbers with the names of the parameters; "" where nothing says it."""
 
 
 class SaveKeys(NamedTuple):
@@ -62,6 +71,12 @@ class SaveKeys(NamedTuple):
     """The keys that each prefix stands for."""
     named: bool = False
     """Groups have ``param_names`` too: the optimizer was made of ``model.named_parameters()``."""
+    held: Sequence[Held] = ()
+    """What each group of the save holds, in the order of ``Training.groups``."""
+    listed: frozenset[str] = frozenset()
+    """Prefixes of optimizers whose groups are one value, as in saves of torch 2.2."""
+    order: Sequence[str] = ()
+    """Names of the model in the order of the save, where it tells which parameters the numbers are."""
 
     def tensor(self, component: str, name: str, state: str) -> tuple[str | int, ...]:
         """The keys that lead to a tensor."""
@@ -73,20 +88,31 @@ class SaveKeys(NamedTuple):
     def groups(self, groups: Sequence[ParamGroup]) -> Iterator[tuple[tuple[str | int, ...], object]]:
         """(keys, value) of what the groups of an optimizer hold."""
         seen: dict[str, int] = {}
-        for group in groups:
-            top = self._prefix(next(iter(group.parameters), ""))
+        lists: dict[str, list[dict[str, Any]]] = {}
+        every: Sequence[Held | None] = self.held if len(self.held) == len(groups) else [None] * len(groups)
+        for group, held in zip(groups, every, strict=True):
+            top = held.prefix if held is not None else self._prefix(next(iter(group.parameters), ""))
             i = seen[top] = seen.get(top, -1) + 1
             if self.flattened:
                 for name in group.parameters:
                     for key, value in group.values.items():
                         yield self._path(top, "param_groups", name, key), value
                 continue
-            for key, value in group.values.items():
+            values = {**group.values, "params": self._params(group, held)}
+            values |= {"param_names": list(group.parameters)} if self.named else {}
+            if top in self.listed:
+                lists.setdefault(top, []).append(values)
+                continue
+            for key, value in values.items():
                 yield self._path(top, "param_groups", i, key), value
-            parameters = [self.parameters.get(name, name) for name in group.parameters]
-            yield self._path(top, "param_groups", i, "params"), parameters
-            if self.named:
-                yield self._path(top, "param_groups", i, "param_names"), list(group.parameters)
+        yield from ((self._path(top, "param_groups"), values) for top, values in lists.items())
+
+    def _params(self, group: ParamGroup, held: Held | None) -> list[int | str]:
+        """What a group says of its parameters: as the save has it, where nothing was renamed."""
+        kept = {*group.parameters}
+        if held is not None and kept <= {*held.params.values()} and not self.named:
+            return [p for p, name in held.params.items() if not name or name in kept]
+        return [self.parameters.get(name, name) for name in group.parameters]
 
     def _prefix(self, name: str) -> str:
         return self.owners.get(name, self.optimizer)
@@ -104,8 +130,11 @@ class SaveKeys(NamedTuple):
 
     def for_parameters(self, names: Collection[str]) -> SaveKeys:
         """The same for an optimizer of these parameters: one, with names, where some of them were not in SRC."""
-        parameters = self.parameters if all(n in self.parameters for n in names) else {}
-        return self._replace(parameters=parameters, owners=self.owners if all(n in self.owners for n in names) else {})
+        tables = (self.parameters, self.owners)
+        parameters, owners = (table if all(n in table for n in names) else {} for table in tables)
+        if (parameters, owners) != tables:
+            return self._replace(parameters=parameters, owners=owners, held=())
+        return self
 
 
 KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
@@ -158,7 +187,7 @@ def assign(
         return Assigned({fqn: Key(fqn) for fqn in tensors}, {}, [])
     names_said = {str(g.which) for e in entries if (g := grouped(e)) is not None} | tensors.keys()
     states = {e.fqn: s for e in entries if (s := _state(e.path, names_said)) is not None}
-    unnamed = {e.fqn: s for e in entries if (s := numbered(e.path)) is not None}
+    unnamed = _of_numbers(entries, groups_of)
     groups: dict[str, dict[str, str]] = {}
     """{prefix: {name: fqn}} of all other tensors."""
     for e in entries:
@@ -179,8 +208,8 @@ def assign(
     def take(found: Mapping[str, tuple[str, str, str]]) -> None:
         """Add values by (name, component, state), those of other models' parameters left out."""
         model = {k.name for k in keys.values() if k.component == "model"}
-        unknown = dict.fromkeys(n for n, _, _ in found.values() if n not in names)
-        new, note = strip_prefixes(unknown, where, wrapped=wrapped)
+        others = dict.fromkeys(n for n, _, _ in found.values() if n not in names)
+        new, note = strip_prefixes(others, where, wrapped=wrapped)
         names.update(new)
         notes.extend([note] if note and note not in notes else [])
         for fqn, (name, *rest) in found.items():
@@ -193,16 +222,19 @@ def assign(
     states, refused = _of_model(states, chosen)
     take({fqn: (s.name, "optimizer", s.state) for fqn, s in states.items()})
     whose: Mapping[int, str] = {}
-    if unnamed and not refused:
+    if (unnamed or groups_of) and not refused:
         model = {n: tensors[fqn] for n, fqn in weights.items()}
         found = {} if states else _whose(unnamed, tensors, model, groups_of)
+        if found is None and not unnamed:
+            found = {}
         if found is None:
             refused = "its parameters are numbers, and their shapes leave more than one order, or none"
         else:
-            take(
-                {fqn: (found[int(s.name)], "optimizer", s.state) for fqn, s in unnamed.items() if int(s.name) in found}
-            )
+            numbers = {fqn: (int(s.name), s.state) for fqn, s in unnamed.items()}
+            take({fqn: (found[n], "optimizer", state) for fqn, (n, state) in numbers.items() if n in found})
             whose = {number: names[name] for number, name in found.items()}
+            every = [n for of in groups_of.values() for group in of for n in group]
+            notes += unknown(every, whose, kept="only --to dcp keeps them in their groups")
     if not keys:
         raise IncompleteError("the save holds no tensors", where=where, hint="give the directory of the model's save")
     if left := [
@@ -213,18 +245,43 @@ def assign(
         notes.append(f"not part of the model or its state, and left out: {some(left)}")
     kept = {fqn: s for fqn, s in states.items() if fqn in keys}
     first = next(iter(kept.values()), None) or next(iter(unnamed.values()) if whose else iter(()), None)
-    nesting = SaveKeys(chosen) if first is None else SaveKeys(chosen, first.prefix, first.flattened)
+    nesting = _nesting(chosen, first, entries)
     owners = {names[s.name]: s.prefix for s in kept.values()}
     owners = owners if len(set(owners.values())) > 1 else {}
     components = {c: next(iter(p)) for c, p in (("master_weights", masters), ("ema", averages)) if len(p) == 1}
     nesting = nesting._replace(
         parameters={name: number for number, name in whose.items()},
+        order=tuple([k.name for k in keys.values() if k.component == "model"]) if groups_of else (),
         owners=owners,
         components=components,
         places=_places(entries, {chosen, nesting.optimizer, *owners.values(), *components.values()}),
     )
     others = frozenset(optimizers - {s.prefix for s in kept.values()})
     return Assigned(_once(keys, where), names, notes, nesting, whose, refused, others)
+
+
+def _of_numbers(entries: Sequence[Entry], groups_of: Mapping[str, Sequence[Mapping[int, str]]]) -> dict[str, _State]:
+    """State of parameters that have numbers for names: of an optimizer, which has groups or tensors.
+
+    A loader of data may have a ``state`` of each of its workers, too.
+    """
+    found = {e.fqn: s for e in entries if (s := numbered(e.path)) is not None}
+    tensors = {found[e.fqn].prefix for e in entries if e.fqn in found and _has_axes(e)}
+    return {fqn: s for fqn, s in found.items() if s.prefix in tensors or any(groups_of.get(s.prefix, ()))}
+
+
+def _has_axes(entry: Entry) -> bool:
+    return isinstance(entry.value, Described) and bool(entry.value.shape)
+
+
+def _nesting(chosen: str, first: _State | None, entries: Iterable[Entry]) -> SaveKeys:
+    """How the optimizer is nested: by a state of it, or by a value of its groups where it has none."""
+    if first is not None:
+        return SaveKeys(chosen, first.prefix, first.flattened)
+    group = next((g for e in entries if (g := grouped(e)) is not None), None)
+    if group is None:
+        return SaveKeys(chosen)
+    return SaveKeys(chosen, group.prefix, flattened=not str(group.which).isdecimal())
 
 
 def _places(entries: Iterable[Entry], prefixes: set[str]) -> dict[str, tuple[str | int, ...]]:
@@ -267,8 +324,8 @@ def _whose(
     model: Mapping[str, Described],
     groups_of: Mapping[str, Sequence[Mapping[int, str]]],
 ) -> dict[int, str] | None:
-    """The name of each number of the optimizer, None where nothing says it."""
-    prefixes = {s.prefix for s in unnamed.values()}
+    """The name of each number of the optimizer, None where nothing says it; numbers without state may lack theirs."""
+    prefixes = {s.prefix for s in unnamed.values()} or {*groups_of}
     if len(prefixes) > 1 or not prefixes <= groups_of.keys():
         return None
     shapes: dict[int, tuple[int, ...]] = {}
@@ -282,10 +339,8 @@ def _whose(
         return said if fits and len(set(said.values())) == len(said) else None
     groups = [[(n, shapes.get(n)) for n in group] for group in dealt]
     floats = [(n, t.shape) for n, t in model.items() if t.dtype in DTYPES and DTYPES[t.dtype].kind == "float"]
-    found = names_of(groups, floats)
-    if found is None or not shapes.keys() <= found.keys():
-        return None
-    return {int(n): name for n, name in found.items()}
+    found = names_of(groups, floats, shapes.keys())
+    return None if found is None else {int(n): name for n, name in found.items()}
 
 
 def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State | None:

@@ -30,11 +30,15 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
     keeps = request.source is not None and request.source.dialect == request.dialect
     own = request.native if isinstance(request.native, SaveKeys) and keeps else None
     keys = own or KEYS.get(request.dialect, SaveKeys())
-    save = _Save(world, keys.for_parameters({t.name for t in request.ranks[0] if t.component == "optimizer"}))
+    known = {t.name for t in request.ranks[0] if t.component == "optimizer"}
+    for group in request.training.groups if request.training is not None else ():
+        known.update(group.parameters)
+    save = _Save(world, keys.for_parameters(known))
     for t in request.ranks[0]:
         save.add(t)
     notes = save.objects(request.training)
     files = save.files.out_files()
+    save.sort()
     metadata = write_metadata(save.described, save.spans, save.paths, save.files.names)
     files.append(base.OutFile(METADATA, len(metadata), ((0, metadata),)))
     ranks: list[Sequence[RankTensor]] = [*save.ranks]
@@ -87,6 +91,13 @@ class _Save:
             self.ranks[file].append(t._replace(shape=box.shape, boxes=held))
         self.described[fqn] = Described(t.dtype, t.shape, chunks)
         self.paths[fqn] = self.keys.tensor(t.component, t.name, t.state)
+
+    def sort(self) -> None:
+        """The model in the order of the source, where that tells which parameters have which numbers."""
+        names = [".".join(map(str, self.keys.tensor("model", name, ""))) for name in self.keys.order]
+        first = [n for n in names if n in self.described]
+        self.described = {n: self.described[n] for n in first} | self.described
+        self.paths = {n: self.paths[n] for n in first} | self.paths
 
     def objects(self, training: base.Training | None) -> list[str]:
         """Add what a trainer resumes from beside tensors, to the first file; notes about what has no place."""

@@ -25,7 +25,7 @@ from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
-from ckpttool.formats.torch.numbered import Number, names_of
+from ckpttool.formats.torch.numbered import Number, names_of, unknown
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.placement import Part, parts_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
@@ -230,6 +230,8 @@ class _Ranks:
         """The model's own name of each tensor of the first rank."""
         self._prefixes = ""
         self._left: dict[str, None] = {}
+        self._unknown: list[str] = []
+        """A note about parameters that nothing names."""
         self.refused: dict[str, CkptError] = {}
 
     def add(self, file: TorchFile, rank: int, component: str) -> None:
@@ -323,13 +325,14 @@ class _Ranks:
             elif all(isinstance(n, str) for n in numbers):
                 names.update({n: self._called.get(str(n), str(n)) for n in numbers})
         if len(names) == sum(map(len, self._numbers)):
-            unknown = [n for n in names.values() if n not in self._order]
-            if not unknown:
+            others = [n for n in names.values() if n not in self._order]
+            if not others:
                 return names
-            self._refuse(f"it has parameters that the model has not: {some(unknown)}", where, "save both together")
+            self._refuse(f"it has parameters that the model has not: {some(others)}", where, "save both together")
             return None
         shapes = {n: _shape(values, where) for n, values in state.items() if isinstance(values, dict)}
-        found = names_of([[(n, shapes.get(n)) for n in numbers] for numbers in self._numbers], self._parameters())
+        dealt = [[(n, shapes.get(n)) for n in numbers] for numbers in self._numbers]
+        found = names_of(dealt, self._parameters(), shapes.keys())
         if found is None and shapes and all(shape is None or len(shape) == 1 for shape in shapes.values()):
             self._refuse(
                 "it is that of FlatParameters (FSDP1), which are parameters laid end to end",
@@ -371,7 +374,8 @@ class _Ranks:
             values = {str(k): v for k, v in group.items() if k not in ("params", "param_names")}
             left += [f"param_groups.{i}.{k}" for k, v in values.items() if not is_plain(v)]
             plain = {k: v for k, v in values.items() if is_plain(v)}
-            kept.append(base.ParamGroup(tuple([names[n] for n in numbers]), plain))
+            kept.append(base.ParamGroup(tuple([names[n] for n in numbers if n in names]), plain))
+        self._unknown = unknown([n for numbers in self._numbers for n in numbers], names)
         self.training = base.Training(tuple(kept), left=tuple(left))
 
     def catalog(self) -> Catalog:
@@ -389,6 +393,7 @@ class _Ranks:
         notes = [self._prefixes] if self._prefixes else []
         if self._left:
             notes.append(f"not tensors, and left out: {some(list(self._left))}")
+        notes += self._unknown
         return notes + [f"the optimizer is not read: {why.what}" for why in self.refused.values()]
 
 

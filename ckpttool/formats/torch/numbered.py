@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from ckpttool.words import count
+
 Shape = tuple[int, ...]
 Number = int | str
 Groups = Sequence[Sequence[tuple[Number, Shape | None]]]
@@ -52,14 +54,23 @@ def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Nu
                     sure[n] = a
                 elif n in held:
                     doubt = doubt or Doubt(n, shape, a, b)
-        if doubt is None or len(sure) == before:
+        if len(sure) == before:
             return doubt or sure
 
 
-def names_of(groups: Groups, model: Sequence[tuple[str, Shape]]) -> dict[Number, str] | None:
-    """``deal`` where every number has to be sure; None for a doubt."""
-    found = deal(groups, model, [n for group in groups for n, _ in group])
-    return None if isinstance(found, Doubt) else found
+def names_of(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]) -> dict[Number, str] | None:
+    """``deal``; None for a doubt."""
+    found = deal(groups, model, held)
+    return None if isinstance(found, Doubt) or not found.keys() >= {*held} else found
+
+
+def unknown(numbers: Iterable[Number], names: Collection[Number], *, kept: str = "they are in no group") -> list[str]:
+    """A note about numbers without state whose parameters are not known; ``kept`` says what becomes of them."""
+    lost = [n for n in numbers if n not in names]
+    if not lost:
+        return []
+    which = count(len(lost), "parameter")
+    return [f"the optimizer has numbers for {which} without state, and nothing says which these are: {kept}"]
 
 
 def _fill(group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]]) -> list[str] | Doubt:

@@ -25,7 +25,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.encodings import Encoding, Given
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ModelForm, ParamGroup, Share, StoredCheckpoint, Training
-from ckpttool.formats.torch.numbered import Doubt, Groups, Number, Shape, deal
+from ckpttool.formats.torch.numbered import Doubt, Groups, Number, Shape, deal, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.geometry import contiguous_strides
 from ckpttool.states import number_bytes
@@ -75,8 +75,8 @@ def is_optimizer(value: Any) -> bool:
         return False
     if isinstance(value.get(_STATE), dict) and isinstance(value.get(_GROUPS), list):
         return True
-    heads = {k.split(".", 1)[0] if isinstance(k, str) else "" for k in value}
-    return heads == {_STATE, _GROUPS}
+    heads = {k.partition(".")[0] if isinstance(k, str) and "." in k else "" for k in value}
+    return _GROUPS in heads and heads <= {_STATE, _GROUPS}
 
 
 def is_plain(value: Any) -> bool:
@@ -100,7 +100,12 @@ def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
     """
     found = [n for n in listing.names if FILE.match(n)]
     known = stored.training is not None or stored.refused  # by the model's own file
-    if listing.single or not found or known:
+    if listing.single or known:
+        return
+    if not found:
+        if any(map(_SCHEDULE.match, listing.names)):
+            stored.training = _trainer(listing)
+            stored.notes += left_note(stored.training.left)
         return
     try:
         if len(found) > 1:
@@ -190,6 +195,11 @@ def _trainer(listing: Listing) -> Training:
     except CkptError:
         left.append("trainer_state.json")
     return Training(step=step, plain=plain, left=tuple(left))
+
+
+def left_note(left: Sequence[str]) -> list[str]:
+    """A note about what a trainer keeps that is no plain data."""
+    return [f"not plain data, and left out: {some(left)}"] if left else []
 
 
 def refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
@@ -292,6 +302,8 @@ class OptimizerState:
         if unfit := next((a for a in answers if isinstance(a, Doubt) and a.unfit), None):
             raise _misfit(unfit.number, unfit.shape, self._where)
         sure = [a for a in answers if isinstance(a, dict)]
+        if not states and (not sure or any(a != sure[0] for a in sure)):
+            return {}
         if not sure or any(a != sure[0] for a in sure):
             found = next((a for a in answers if isinstance(a, Doubt)), found)
             raise UnsupportedError(
@@ -313,10 +325,11 @@ class OptimizerState:
         """``shares`` are the tensors of the files in each parameter; {} where each parameter is one of them."""
         tensors, files = self._tensors(states, names, stored.files)
         tensors = [part for t in tensors for part in _parted(t, shares)]
-        if not tensors:
+        if tensors:
+            stored.tensors, stored.files = [*stored.tensors, *tensors], files
+        else:
             stored.notes.append(f"the optimizer ({self.what}) has no state yet")
-            return
-        stored.tensors, stored.files = [*stored.tensors, *tensors], files
+        stored.notes += unknown([n for g in groups for n in g.params if type(n) is int and not g.names], names)
         kept, left = [], list(self.training.left)
         for i, g in enumerate(groups):
             left += [f"{_GROUPS}.{i}.{k}" for k, v in g.values.items() if not is_plain(v)]
@@ -325,6 +338,7 @@ class OptimizerState:
             own = [s.name for name in held for s in shares.get(name, ())] if shares else held
             kept.append(ParamGroup(tuple(own), values))
         stored.training = Training(tuple(kept), self.training.step, self.training.plain, tuple(left))
+        stored.notes += left_note(left)
 
     def _tensors(
         self, states: Mapping[Number, Mapping[str, Any]], names: Mapping[Number, str], files: Sequence[DataFile]

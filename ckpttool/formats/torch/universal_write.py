@@ -17,7 +17,7 @@ from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.zero_files import STRUCTURE
 from ckpttool.states import STEP
-from ckpttool.words import some
+from ckpttool.words import count, some
 
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"
@@ -30,6 +30,8 @@ _TAKEN = STRUCTURE | {"optimizer"}
 """Keys that a trainer's own values cannot have beside DeepSpeed's."""
 _WIDENED = frozenset({"F32", "BF16", "F16"})
 """Dtypes of which every number is one of float32."""
+_STAGE3 = frozenset({"exp_avg", "exp_avg_sq", STEP})
+"""States that stage 3 asks for."""
 _MOST_GROUPS = 64
 _LEAVE = "leave the optimizer out: --only model,master_weights"
 
@@ -47,7 +49,9 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
     for t in held:
         if t.component == "optimizer":
             states.setdefault(t.name, []).append(t)
-    trained = [n for n in dict.fromkeys((*model, *masters, *states)) if n in states or n in masters]
+    grouped = {n for g in (request.training.groups if request.training else ()) for n in g.parameters}
+    grouped &= {n for n, t in model.items() if t.dtype in _WIDENED}
+    trained = [n for n in dict.fromkeys((*model, *masters, *states)) if n in states or n in masters or n in grouped]
     for name in trained:
         own = model.get(name)
         if name not in masters and own is not None and own.dtype in _WIDENED:
@@ -77,6 +81,7 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
     lost = [k for k in (request.training.plain if request.training else ()) if k in _TAKEN]
     notes += [f"left out, because DeepSpeed calls its own values so: {some(lost)}"] if lost else []
     notes += [] if request.training and request.training.groups else [_NO_GROUPS]
+    notes += _what_loads(trained, states)
     return base.FileLayout(
         files.files,
         [files.places],
@@ -130,6 +135,17 @@ def _check(
         for t in of:
             if t.state in ("", MASTER) or not _is_file_name(f"{t.state}.pt"):
                 raise UnsupportedError(f"the state `{t.state}` of `{name}` cannot be the name of a file", hint=_LEAVE)
+
+
+def _what_loads(trained: Sequence[str], states: Mapping[str, Sequence[RankTensor]]) -> list[str]:
+    """A note where DeepSpeed does not load it in every stage, or every run."""
+    if not states:
+        return ["there is no state of the optimizer: stages 1 and 2 of DeepSpeed load that, stage 3 does not"]
+    if lacking := [n for n in trained if n not in states]:
+        which = f"{count(len(lacking), 'parameter')} without state of the optimizer ({some(lacking)})"
+        return [f"{which}: DeepSpeed only loads a run in which they are frozen"]
+    held = [{t.state for t in of} for of in states.values()]
+    return [] if all(of >= _STAGE3 for of in held) else ["stage 3 of DeepSpeed only loads the state of Adam"]
 
 
 def _is_file_name(name: str) -> bool:
