@@ -34,7 +34,7 @@ SAFE = frozenset(
     {
         *(f"builtins.{n}" for n in (
             "set", "frozenset", "slice", "bytes", "bytearray", "complex", "list", "dict", "tuple", "int", "float",
-            "bool", "str", "object", "range",
+            "bool", "str", "object", "range", "xrange", "long", "unicode", "Ellipsis", "NotImplemented",
         )),
         "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque",
         "_codecs.encode", "copyreg._reconstructor", "argparse.Namespace", "datetime.datetime", "datetime.timedelta",
@@ -91,6 +91,8 @@ _DANGEROUS = frozenset(
     }
 )  # fmt: skip
 """Modules with which a pickle does whatever its author wanted."""
+_OPENS = frozenset(f"{m}.{n}" for m in ("io", "_io") for n in ("open", "open_code", "FileIO")) | {"codecs.open"}
+"""What opens files; ``open`` is pickled by the first of these names."""
 
 MAX_NAMES = 1000
 MAX_OPCODES = 1 << 24
@@ -178,7 +180,7 @@ def is_safe(name: str) -> bool:
 def is_dangerous(name: str) -> bool:
     """Whether a global can run commands or code by itself."""
     module = name.rpartition(".")[0]
-    return not is_safe(name) and (name == UNKNOWN or any(m in _DANGEROUS for m in _parents(module)))
+    return not is_safe(name) and (name in {UNKNOWN, *_OPENS} or any(m in _DANGEROUS for m in _parents(module)))
 
 
 def _parents(module: str) -> Iterator[str]:
