@@ -64,6 +64,44 @@ def parse_count(text: str, option: str) -> int:
     return int(value)
 
 
+def parse_sides(text: str, option: str) -> tuple[int, int]:
+    """``128x128``: rows and columns of a block."""
+    rows, cross, columns = text.lower().partition("x")
+    if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise UsageError(f"{option} `{text}` is not MxN", hint="for example 128x128")
+    return int(rows), int(columns)
+
+
+def parse_numbers(text: str, option: str, most: int, *, runs: bool = False) -> tuple[int, ...]:
+    """``10,11,11``; with ``runs`` also ``0-3,7``. None is larger than ``most``."""
+    out: list[int] = []
+    try:
+        for item in text.split(","):
+            first, dash, last = item.partition("-") if runs else (item, "", "")
+            run = range(int(first), int(last) + 1) if dash else [int(first)]
+            if not run or run[-1] > most:
+                raise ValueError  # 3-0, or a run that would not fit in memory
+            out += run
+    except ValueError:
+        raise UsageError(
+            f"{option} `{text}` is not a list of numbers", hint=f"for example {'0-3,7' if runs else '10,11,11'}"
+        ) from None
+    return tuple(out)
+
+
+def parse_betas(text: str, option: str) -> tuple[float, float]:
+    """``0.9,0.999``: those of Adam."""
+    try:
+        first, second = map(float, text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"{option} `{text}` is not two numbers from 0 to below 1", hint="for example 0.9,0.999"
+        ) from None
+    return first, second
+
+
 def one_of(value: str, option: str, *allowed: str) -> Any:
     """``value``, or "" when nothing was said. Raises UsageError for anything but ``allowed``."""
     if value and value not in allowed:

@@ -11,7 +11,8 @@ from typing import Any, SupportsIndex, overload
 from ckpttool.errors import UsageError
 from ckpttool.execute.machines.launchers import membership
 from ckpttool.execute.options import Member
-from ckpttool.words import parse_size
+from ckpttool.mesh import MAX_WORLD
+from ckpttool.words import parse_betas, parse_numbers, parse_sides, parse_size
 
 
 def several(said: str | Iterable[str], name: str) -> tuple[str, ...]:
@@ -75,16 +76,38 @@ def member(said: str | Sequence[int] | None) -> Member | None:
     return membership(said, os.environ).member
 
 
-def pair_of_betas(said: Iterable[float]) -> tuple[float, float]:
-    """The two betas of Adam."""
-    found = tuple(said)
-    if len(found) != 2 or not all(0 <= b < 1 for b in found):
+def pair_of_betas(said: str | Iterable[float] | None) -> tuple[float, float] | None:
+    """The two betas of Adam: ``(0.9, 0.999)`` or ``"0.9,0.999"``."""
+    if isinstance(said, str):
+        return parse_betas(said, "betas")
+    found = None if said is None else tuple(said) if isinstance(said, Iterable) else ()
+    if found is None:
+        return None
+    try:
+        first, second = map(float, found)
+    except (TypeError, ValueError):
+        first = second = -1.0
+    if not (0 <= first < 1 and 0 <= second < 1):
         raise UsageError(f"betas is {said!r}", hint="give two numbers from 0 to below 1: (0.9, 0.999)")
-    return float(found[0]), float(found[1])
+    return first, second
 
 
-def sides(said: Iterable[int] | None) -> tuple[int, int] | None:
-    """Rows and columns of a block."""
+def layers(said: str | int | Iterable[int]) -> tuple[int, ...]:
+    """Layers of each pipeline stage: ``(10, 11, 11)`` or ``"10,11,11"``."""
+    return parse_numbers(said, "pp_layout", MAX_WORLD) if isinstance(said, str) else wholes(said, "pp_layout", 0)
+
+
+def some_ranks(said: str | int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """Ranks: ``[0, 1, 7]`` or ``"0-3,7"``."""
+    if isinstance(said, str):
+        return parse_numbers(said, "ranks", MAX_WORLD, runs=True)
+    return None if said is None else wholes(said, "ranks", 0)
+
+
+def sides(said: str | int | Iterable[int] | None) -> tuple[int, int] | None:
+    """Rows and columns of a block: ``(128, 128)`` or ``"128x128"``."""
+    if isinstance(said, str):
+        return parse_sides(said, "block")
     found = () if said is None else wholes(said, "block")
     if said is not None and len(found) != 2:
         raise UsageError(f"block is {said!r}", hint="give rows and columns: (128, 128)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overl
 
 import numpy as np
 
-from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, some_ranks, whole
 from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import table
 from ckpttool.catalog import Catalog, Key, LogicalTensor
@@ -342,8 +342,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         pp: int | None = None,
         ep: int | None = None,
         etp: int | None = None,
-        pp_layout: Sequence[int] = (),
-        ranks: Sequence[int] | None = None,
+        pp_layout: Sequence[int] | str = (),
+        ranks: Sequence[int] | str | None = None,
         to: str = "",
         dtype: str = "",
         dequant: str = "",
@@ -358,7 +358,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         ema: bool = False,
         native_names: bool = False,
         aoa: AnyPlace | None = None,
-        betas: Sequence[float] | None = None,
+        betas: Sequence[float] | str | None = None,
         remove: Sequence[str] = (),
         keep: Sequence[str] = (),
         rename: Sequence[str] = (),
@@ -370,8 +370,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             pp: pipeline stages.
             ep: expert-parallel ranks; experts are whole on them unless ``etp`` is given.
             etp: ranks that cut each expert.
-            pp_layout: layers of each stage.
-            ranks: write only these.
+            pp_layout: layers of each stage: (10, 11, 11) or ``"10,11,11"``.
+            ranks: write only these: [0, 1, 2, 3, 7] or ``"0-3,7"``.
             to: format of the output: hf, ranks, vllm, deepseek, trtllm, unified, hybrid, zcc, flex, program.
             dtype: cast weights: bf16, f16, f32 or f64.
             dequant: write quantised weights in this precision.
@@ -387,7 +387,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ema: write the averaged weights as the model.
             native_names: names as the models of ``target`` have them.
             aoa: a file of AOA statements.
-            betas: those of Adam, where the checkpoint does not say them: ``(0.9, 0.999)``.
+            betas: those of Adam, where the checkpoint does not say them: (0.9, 0.999) or ``"0.9,0.999"``.
             remove: patterns of tensors to leave out.
             keep: patterns of the only tensors to keep.
             rename: ``OLD=NEW`` with globs or ``re:`` patterns.
@@ -400,8 +400,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         wanted = Target(
             format=to,
             **counts(tp=tp, pp=pp, ep=ep, etp=etp),
-            pp_layout=wholes(pp_layout, "pp_layout", 0),
-            ranks=None if ranks is None else wholes(ranks, "ranks", 0),
+            pp_layout=layers(pp_layout),
+            ranks=some_ranks(ranks),
             max_shard_size=nbytes(max_shard_size, "max_shard_size"),
             dtype=dtype,
             fuse=fuse,
@@ -414,7 +414,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ema=ema,
             native_names=native_names,
             aoa=None if aoa is None else parse_place(aoa),
-            betas=None if betas is None else pair_of_betas(betas),
+            betas=pair_of_betas(betas),
         )
         selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
         recoding = Recoding(None, high(dequant, "dequant")) if dequant else None
@@ -425,7 +425,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         recipe: str = "block",
         *,
         to: str = "",
-        block: tuple[int, int] | None = None,
+        block: tuple[int, int] | str | None = None,
         scale_dtype: str = "",
         method: str = "",
         keep: Sequence[str] = (),
@@ -438,7 +438,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         Args:
             recipe: tensor, channel, block, mxfp8, nvfp4 or mxfp4.
             to: dequantise to bf16, f16 or f32 instead.
-            block: sides of a block.
+            block: sides of a block: (128, 128) or ``"128x128"``.
             scale_dtype: f32, bf16 or e8m0.
             method: convention to write: fp8, compressed-tensors, modelopt, ...
             keep: patterns of weights that stay as they are.

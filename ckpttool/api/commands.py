@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ckpttool.api.arguments import counts, nbytes, pair_of_betas, several, sides, whole, wholes
+from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, whole
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
@@ -40,7 +40,7 @@ def merge(
     sources: Source | Sequence[Source],
     *,
     method: str = "",
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | str | None = None,
     base: Source | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -54,7 +54,7 @@ def merge(
     pp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
-    pp_layout: Sequence[int] = (),
+    pp_layout: Sequence[int] | str = (),
     to: str = "",
     dtype: str = "",
     dequant: str = "",
@@ -63,7 +63,7 @@ def merge(
     max_shard_size: int | str | None = None,
     vocab_multiple: int | None = None,
     target: str = "",
-    betas: Sequence[float] | None = None,
+    betas: Sequence[float] | str | None = None,
     remove: Sequence[str] = (),
     keep: Sequence[str] = (),
     rename: Sequence[str] = (),
@@ -78,7 +78,7 @@ def merge(
         sources: checkpoints, each ``PATH``, ``PATH+ADAPTER`` or an open one; one recipe of mergekit (YAML) or Paddle
             (JSON); or one checkpoint whose shards become whole tensors.
         method: linear if there are weights, else average; ``ckpttool merge --list-methods`` names them all.
-        weights: a number for each source (for each adapter, where one source has several).
+        weights: a number for each source (for each adapter, where one source has several): [0.6, 0.4] or ``"0.6,0.4"``.
         base: the model that the others were made from.
         params: of the method: one value for all sources, or a sequence with one for each.
         seed: of random methods.
@@ -103,14 +103,14 @@ def merge(
     wanted = Target(
         format=to,
         **counts(tp=tp, pp=pp, ep=ep, etp=etp),
-        pp_layout=wholes(pp_layout, "pp_layout", 0),
+        pp_layout=layers(pp_layout),
         max_shard_size=nbytes(max_shard_size, "max_shard_size"),
         dtype=dtype,
         fuse=fuse,
         unfuse=unfuse,
         vocab_multiple=whole(vocab_multiple, "vocab_multiple"),
         version=target,
-        betas=None if betas is None else pair_of_betas(betas),
+        betas=pair_of_betas(betas),
     )
     selection = Selection(several(remove, "remove"), several(keep, "keep"), several(rename, "rename"))
     precision = high(dequant, "dequant") if dequant else ""
@@ -123,6 +123,8 @@ def merge(
         card,
         precision,
     )
+    if params is not None and not isinstance(params, Mapping):
+        raise UsageError(f"params is {params!r}", hint="give names and values: {'density': 0.5}")
     recipe = asked(
         names,
         method=method,
@@ -156,7 +158,7 @@ def _numbers(weights: Any) -> str:
         return ""
     found: list[float] = []
     with suppress(TypeError, ValueError):
-        found = [] if isinstance(weights, str) else [float(w) for w in weights]
+        found = [float(w) for w in (weights.split(",") if isinstance(weights, str) else weights)]
     if not found:
         raise UsageError(f"weights are {weights!r}", hint="give a number for each source: [0.6, 0.4]")
     return ",".join(map(repr, found))
@@ -265,7 +267,7 @@ def size(
     src: Source,
     recipe: str = "",
     *,
-    block: tuple[int, int] | None = None,
+    block: tuple[int, int] | str | None = None,
     scale_dtype: str = "",
     quant_method: str = "",
     static_act: bool = False,
@@ -279,7 +281,7 @@ def size(
     pp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
-    pp_layout: Sequence[int] = (),
+    pp_layout: Sequence[int] | str = (),
     vocab_pad: int | None = None,
     kv: str = "",
     tokens: int | str | None = None,
@@ -301,8 +303,8 @@ def size(
         src: a checkpoint, or a config.json.
         recipe: as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; block by default, as-is for what is
             quantised.
-        block: sides of a block; scale_dtype, quant_method, static_act, edge, keep, include and preset change the
-            recipe as the options of these names do.
+        block: sides of a block, (128, 128) or ``"128x128"``; scale_dtype, quant_method, static_act, edge, keep,
+            include and preset change the recipe as the options of these names do.
         mtp: count the multi-token-prediction layers.
         max_shard_size: bytes of the largest file, or ``"5GB"``.
         tp: tensor-parallel ranks of the deployment; as in ``src`` by default, like pp, ep, etp and pp_layout.
@@ -318,7 +320,8 @@ def size(
     """
     if gpu and device_mem is not None:
         raise UsageError("gpu and device_mem exclude each other", hint="a GPU's name says how much memory it has")
-    if zero is not None and zero not in range(4):
+    stage = whole(zero, "zero", 0)
+    if stage is not None and stage > 3:
         raise UsageError(f"zero is {zero}", hint="0, 1, 2 or 3")
     memory = nbytes(device_mem, "device_mem")
     shape, kept, included = sides(block), several(keep, "keep"), several(include, "include")
@@ -328,14 +331,14 @@ def size(
         mtp=mtp,
         max_shard_size=nbytes(max_shard_size, "max_shard_size"),
         **counts(tp=tp, pp=pp, ep=ep, etp=etp),
-        pp_layout=wholes(pp_layout, "pp_layout", 0),
+        pp_layout=layers(pp_layout),
         vocab_pad=whole(vocab_pad, "vocab_pad"),
         kv=kv,
         tokens=_tokens(tokens, "tokens"),
         batch=whole(batch, "batch"),
         max_model_len=_tokens(max_model_len, "max_model_len"),
         train=train,
-        zero=whole(zero, "zero", 0),
+        zero=stage,
         dp=whole(dp, "dp"),
         grad=grad,
         master=master,

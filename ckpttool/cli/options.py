@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from ckpttool.cli import choices
-from ckpttool.cli.values import betas, numbers
+from ckpttool.cli.values import numbers
 from ckpttool.errors import UsageError
 from ckpttool.storage import access
-from ckpttool.words import either, one_of, parse_size
+from ckpttool.words import either, one_of, parse_betas, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress, RunOptions
@@ -253,7 +253,7 @@ class TargetOptions(MeshOptions):
             pp_layout=self.layers(),
             max_shard_size=bytes_of(self.max_shard_size),
             dtype=self.dtype,
-            betas=betas(self.betas) if self.betas else None,
+            betas=parse_betas(self.betas, "--betas") if self.betas else None,
         )
 
     def selection(self, remove: Sequence[str] | None) -> Selection:

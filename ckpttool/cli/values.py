@@ -29,45 +29,18 @@ def local(text: str | None) -> Path | None:
 
 
 def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
-    """``10,11,11``; with ``runs`` also ``0-3,7``."""
+    """Ranks, or layers of each stage: ``10,11,11``; with ``runs`` also ``0-3,7``."""
     from ckpttool.mesh import MAX_WORLD
+    from ckpttool.words import parse_numbers
 
-    out: list[int] = []
-    try:
-        for item in text.split(","):
-            first, dash, last = item.partition("-") if runs else (item, "", "")
-            run = range(int(first), int(last) + 1) if dash else [int(first)]
-            if not run or run[-1] > MAX_WORLD:
-                raise ValueError  # 3-0, or a run that would not fit in memory
-            out += run
-    except ValueError:
-        raise UsageError(
-            f"{option} `{text}` is not a list of numbers", hint=f"for example {'0-3,7' if runs else '10,11,11'}"
-        ) from None
-    return tuple(out)
-
-
-def betas(text: str) -> tuple[float, float]:
-    """``0.9,0.999``."""
-    try:
-        first, second = map(float, text.split(","))
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ValueError
-    except ValueError:
-        raise UsageError(
-            f"--betas `{text}` is not two numbers from 0 to below 1", hint="for example 0.9,0.999"
-        ) from None
-    return first, second
+    return parse_numbers(text, option, MAX_WORLD, runs=runs)
 
 
 def sides(text: str, option: str) -> tuple[int, int] | None:
-    """``128x128``."""
-    if not text:
-        return None
-    rows, cross, columns = text.lower().partition("x")
-    if not (cross and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise UsageError(f"{option} `{text}` is not MxN", hint="for example 128x128")
-    return int(rows), int(columns)
+    """``128x128``; None where the option is not given."""
+    from ckpttool.words import parse_sides
+
+    return parse_sides(text, option) if text else None
 
 
 def precision(dtype: str, option: str) -> str:

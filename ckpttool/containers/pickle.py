@@ -35,6 +35,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.encodings import Encoding, Span, Text, latin1
@@ -139,7 +140,7 @@ class _Blob:
 
 
 class _Dtype:
-    """numpy.dtype(code) with the byte order of its state."""
+    """numpy.dtype(code) with the byte order of its state; its ``name`` is "" if elements are no plain numbers."""
 
     __slots__ = ("code", "name", "size")
 
@@ -153,7 +154,7 @@ class _Empty:
     __slots__ = ("array",)
 
     def __init__(self) -> None:
-        self.array: Array | None = None
+        self.array: Array | Record | None = None
 
 
 class _Args:
@@ -222,6 +223,9 @@ class Vocabulary(NamedTuple):
     """Besides the machine's own."""
     plain: frozenset[type] = frozenset()
     """Types of values that stay as they are."""
+    keeps_odd: bool = False
+    """Whether what may lie beside tensors, and is neither a tensor nor plain data, becomes an inert Record: a dtype of
+    numpy, an array that holds no numbers, a key that is no name, a text that is too long. Otherwise it is refused."""
 
 
 class Machine:
@@ -414,7 +418,10 @@ class Machine:
             self.start = self.tell()
             self.corrupt(f"{self.size - self.tell():,} bytes lie after the end of the pickle")
         self.memo.clear()
-        self.walk(value)
+        if not self.walk(value) and self.vocabulary.keeps_odd:
+            value = self.acyclic(value, set(), {})
+        if not self.walk(value):
+            self.deep()
         return value
 
     def unknown(self, code: bytes) -> NoReturn:
@@ -425,8 +432,41 @@ class Machine:
             self.corrupt(f"0x{code.hex()} is not a pickle opcode")
         self.refuse(f"the pickle uses the opcode {name}, which {self.vocabulary.writer} does not")
 
-    def walk(self, value: Any) -> None:
-        """Refuse what a caller could not walk: values that hold themselves, and a few values shared very often."""
+    def deep(self) -> NoReturn:
+        self.refuse(
+            f"values of the pickle are nested deeper than {MAX_DEPTH}, or one holds itself",
+            "no checkpoint known does this",
+        )
+
+    def acyclic(self, v: Any, path: set[int], done: dict[int, tuple[Any, Any]]) -> Any:
+        """The value, with an inert Record where one holds what it lies in: nodes of a configuration name their parent.
+
+        ``path`` are the containers around it, ``done`` what became of others, with themselves: their ids stay theirs.
+        """
+        if type(v) not in _CONTAINERS:
+            return v
+        if id(v) in path:
+            return self.inert(v.cls if type(v) is Record else type(v).__name__, "a value that holds this one")
+        if id(v) in done:
+            return done[id(v)][1]
+        if len(path) > MAX_DEPTH:
+            self.deep()
+        path.add(id(v))
+        new = v
+        if type(v) is tuple:
+            items = tuple([self.acyclic(x, path, done) for x in v])
+            new = v if all(map(is_, items, v)) else items
+        else:
+            held = v.fields if type(v) is Record else v
+            for at, x in enumerate(held) if type(held) is list else held.items():
+                held[at] = self.acyclic(x, path, done)
+        path.remove(id(v))
+        done[id(v)] = v, new
+        return new
+
+    def walk(self, value: Any) -> bool:
+        """Whether nothing is nested too deep, or holds itself. Refuses what a caller could not walk: a few values that
+        are shared very often."""
         most = 1_000_000 + 16 * (self.made + len(self.stack))
         seen = 0
         todo: list[Iterator[Any]] = [iter([value])]
@@ -448,10 +488,8 @@ class Machine:
             else:
                 todo.pop()
             if len(todo) > MAX_DEPTH:
-                self.refuse(
-                    f"values of the pickle are nested deeper than {MAX_DEPTH}, or one holds itself",
-                    "no checkpoint known does this",
-                )
+                return False
+        return True
 
     # From the stack to plain values.
 
@@ -469,18 +507,26 @@ class Machine:
                     self.refuse(f"tuples are nested deeper than {MAX_DEPTH}", "no checkpoint known does this")
                 v.value = self.named(v.items)
             return v.value
-        if kind is _Blob:
-            return self.bytes_of(v)
-        if kind is _Text:
-            return self.text_of(v)
+        odd = self.vocabulary.keeps_odd
+        if kind in (_Blob, _Text):
+            if odd and v.nbytes > MAX_TEXT:
+                return self.inert("bytes" if kind is _Blob else "str", v.nbytes)
+            return self.bytes_of(v) if kind is _Blob else self.text_of(v)
+        if kind is _Dtype and odd:
+            return self.inert("numpy.dtype", v.code)
         what = f"a numpy dtype `{v.code}`" if kind is _Dtype else f"`{v}` itself"
         return self.refuse(f"the pickle stores {what}, which is not a value of a checkpoint")
+
+    def inert(self, cls: str, *args: Any) -> Record:
+        """What is no value of a checkpoint, by its class and what is known of it."""
+        self.made += 2 + len(args)
+        return Record(cls, {"args": args})
 
     def named(self, items: tuple[Any, ...]) -> Any:
         """Paddle's ``(name, array)``, which its loader takes for a tensor however the tuple was made."""
         if len(items) == 2 and type(items[1]) is _Empty and type(items[0]) is str:
-            array: Array = self.plain(items[1])
-            return array._replace(name=items[0])
+            array: Array | Record = self.plain(items[1])
+            return array._replace(name=items[0]) if type(array) is Array else (items[0], array)
         return tuple([self.plain(i) for i in items])
 
     def text_of(self, v: _Text) -> str:
@@ -649,6 +695,8 @@ class Machine:
             # Great integers could be chosen to meet in one slot of the dict.
             fine = type(k) in _KEYS and (type(k) is not int or abs(k) < 1 << 48)
             if not fine and not (type(k) is Record and k is key):
+                if self.vocabulary.keeps_odd:
+                    return self.inert(f"a key of type {type(key).__name__}", key)
                 self.refuse(f"a dict has a key of type {type(k).__name__}", "no checkpoint known has such keys")
         return key
 
@@ -717,7 +765,7 @@ class Machine:
     def reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack.pop()
-        if type(function) is not Global:
+        if type(function) is not Global and not (type(function) is Record and self.vocabulary.keeps_odd):
             self.corrupt(f"the pickle calls a {type(function).__name__.strip('_')}")
         items: tuple[Any, ...]
         if type(args) is _Args:
@@ -726,6 +774,9 @@ class Machine:
             items = args
         else:
             self.corrupt(f"the pickle calls `{function}` with something that is not a tuple")
+        if type(function) is Record:  # functools.partial: how protocol 2 makes an instance with keywords
+            self.stack.append(self.inert(function.cls, function, *[self.plain(i) for i in items]))
+            return
         call = self.vocabulary.calls.get(function, Machine.call_inert)
         self.stack.append(call(self, function, items))
 
@@ -748,6 +799,8 @@ class Machine:
         return _Empty()
 
     def call_scalar(self, function: Global, args: tuple[Any, ...]) -> Any:
+        if len(args) == 2 and type(args[0]) is _Dtype and not args[0].name:
+            return self.call_inert(function, args)
         if len(args) != 2 or type(args[0]) is not _Dtype or type(args[1]) is not _Blob:
             self.not_so(function)
         data = self.bytes_of(args[1])
@@ -762,6 +815,8 @@ class Machine:
             self.not_so(function)
         code = args[0]
         bare = code[1:] if code[:1] in ("<", "|", "=") else code
+        if bare not in _KINDS and self.vocabulary.keeps_odd:
+            return _Dtype(code, "", 0)
         if bare[:1] == "O":
             self.refuse("an array holds Python objects (dtype object), not numbers")
         if bare not in _KINDS:
@@ -850,13 +905,17 @@ class Machine:
 
     def build_dtype(self, v: _Dtype, state: Any) -> None:
         # Version, byte order, subarray, names, fields, size, alignment, flags.
+        if type(state) is _Args and not v.name:
+            state = state.items  # the unit of a time is among its metadata
         if type(state) is not tuple or len(state) not in (8, 9) or any(type(n) is not int for n in state[5:8]):
             self.corrupt("the state of a numpy dtype is not numpy's tuple of 8")  # 9 with metadata, which say nothing
         if type(state[0]) is not int or state[0] not in _DTYPE_VERSIONS:
             self.corrupt("the state of a numpy dtype has a version that numpy does not read")
-        if state[1] not in ("<", "|", "="):
+        if self.vocabulary.keeps_odd and (state[1] not in ("<", "|", "=") or state[2:5] != (None, None, None)):
+            v.name = ""
+        elif state[1] not in ("<", "|", "="):
             self.refuse(f"an array of {v.code} has a byte order {quoted(state[1])}", "little-endian arrays are read")
-        if any(s is not None for s in state[2:5]):
+        elif any(s is not None for s in state[2:5]):
             self.refuse("an array has elements with fields", "ckpttool reads arrays of numbers")
 
     def build_array(self, v: _Empty, state: Any) -> None:
@@ -873,6 +932,9 @@ class Machine:
             or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
         ):
             self.corrupt("the shape of an array is not a tuple of sizes")
+        if not dtype.name:
+            v.array = self.inert("numpy.ndarray", dtype.code, shape)
+            return
         if type(data) is not _Blob:
             self.refuse("the elements of an array are not bytes")
         file, offset, size = self.payload(data)

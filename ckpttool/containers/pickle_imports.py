@@ -34,7 +34,7 @@ SAFE = frozenset(
     {
         *(f"builtins.{n}" for n in (
             "set", "frozenset", "slice", "bytes", "bytearray", "complex", "list", "dict", "tuple", "int", "float",
-            "bool", "str", "object", "range",
+            "bool", "str", "object", "range", "xrange", "long", "unicode", "Ellipsis", "NotImplemented",
         )),
         "collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque",
         "_codecs.encode", "copyreg._reconstructor", "argparse.Namespace", "datetime.datetime", "datetime.timedelta",
@@ -91,10 +91,15 @@ _DANGEROUS = frozenset(
     }
 )  # fmt: skip
 """Modules with which a pickle does whatever its author wanted."""
+_OPENS = frozenset(f"{m}.{n}" for m in ("io", "_io") for n in ("open", "open_code", "FileIO")) | {"codecs.open"}
+"""What opens files; ``open`` is pickled by the first of these names."""
 
 MAX_NAMES = 1000
 MAX_OPCODES = 1 << 24
-"""Of one pickle: metadata of half a million shards. What is longer is reported as "?"."""
+"""In one file: metadata of half a million shards. What is longer is reported as "?"."""
+_FEW_OPCODES = 1 << 19
+"""That may be in any file, in a second. A larger file may have one for each of its bytes: in those of torch.save, which
+are not compressed, it has no more, and a small file that unpacks to many is not worth the time."""
 _TEXT = 1 << 12
 _OPCODES = {ord(o.code): o for o in pickletools.opcodes}
 _STRINGS = frozenset(
@@ -103,8 +108,9 @@ _STRINGS = frozenset(
 _NAMING = frozenset({"GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"})
 _ZIP = b"PK\x03\x04"
 _CHUNK = 1 << 16
-_MAX_PASSED = 1 << 30
-"""Bytes of a compressed member that are passed over: a pickle names what it needs long before."""
+_MAX_PASSED = 1 << 28
+"""Bytes of the members of a zip that are passed over, or four times those that the file has: a pickle names what it
+needs long before."""
 _MAX_ZIPS = 1 << 16
 """In one file."""
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, UnicodeDecodeError)
@@ -139,9 +145,10 @@ def named(path: Place) -> list[Named]:
     found: dict[tuple[str, str], Named] = {}
     with path.open("rb") as f:
         head = f.read(4)
+        budget = _Budget(f.seek(0, io.SEEK_END))
         f.seek(0)
         for member, stream in _zips(f) if head == _ZIP else [("", f)]:
-            for name, offset in walk(stream):
+            for name, offset in walk(stream, budget):
                 if not (head == _ZIP or head[:1] == b"\x80" or path.suffix == ".pkl") and not (
                     _NAME.fullmatch(name) and is_dangerous(name)
                 ):
@@ -150,6 +157,8 @@ def named(path: Place) -> list[Named]:
                 found[name, member] = first._replace(times=first.times + 1)
                 if len(found) >= MAX_NAMES:
                     return list(found.values())
+            if budget.is_spent:
+                break
     return list(found.values())
 
 
@@ -171,7 +180,7 @@ def is_safe(name: str) -> bool:
 def is_dangerous(name: str) -> bool:
     """Whether a global can run commands or code by itself."""
     module = name.rpartition(".")[0]
-    return not is_safe(name) and (name == UNKNOWN or any(m in _DANGEROUS for m in _parents(module)))
+    return not is_safe(name) and (name in {UNKNOWN, *_OPENS} or any(m in _DANGEROUS for m in _parents(module)))
 
 
 def _parents(module: str) -> Iterator[str]:
@@ -248,15 +257,28 @@ class _Mark:
     pass
 
 
-def walk(stream: IO[bytes]) -> Iterator[tuple[str, int]]:
-    """(name, byte) of the globals of all pickles that lie one behind another in a stream; it ends where there is no
-    pickle any more."""
+class _Budget:
+    """What the pickles of a file of ``size`` bytes may take together, however small they are while they are packed."""
+
+    def __init__(self, size: int) -> None:
+        self.opcodes = min(max(size, _FEW_OPCODES), MAX_OPCODES)
+        self.passed = max(4 * size, _MAX_PASSED)
+        self.is_spent = False
+
+
+def walk(stream: IO[bytes], budget: _Budget | None = None) -> Iterator[tuple[str, int]]:
+    """(name, byte) of the globals of all pickles that lie one behind another in a stream.
+
+    It ends where there is no pickle any more, and with UNKNOWN where the budget (by default that of a small file) does.
+    """
+    budget = budget or _Budget(0)
     while True:
         try:
-            more = yield from _one(stream)
+            more = yield from _one(stream, budget)
         except (EOFError, ValueError, IndexError, zipfile.BadZipFile, zlib.error):
             return
         except _TooLongError:
+            budget.is_spent = True
             yield UNKNOWN, stream.tell()
             return
         if not more:
@@ -264,14 +286,17 @@ def walk(stream: IO[bytes]) -> Iterator[tuple[str, int]]:
 
 
 class _TooLongError(Exception):
-    """More bytes than are passed over, or more digits than a number is given."""
+    """More opcodes than are read, bytes than are passed over, or digits than a number is given."""
 
 
-def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
+def _one(stream: IO[bytes], budget: _Budget) -> Generator[tuple[str, int], None, bool]:
     """One pickle. Returns whether another one may follow. Raises ValueError, IndexError and EOFError for none."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    for _ in range(MAX_OPCODES):
+    while True:
+        budget.opcodes -= 1
+        if budget.opcodes < 0:
+            raise _TooLongError
         code = stream.read(1)
         if not code:
             return False
@@ -279,7 +304,7 @@ def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
         if op is None:
             raise ValueError(code)
         at = stream.tell() - 1 if op.name in _NAMING else 0
-        argument = _argument(stream, op)
+        argument = _argument(stream, op, budget)
         if op.name in ("GLOBAL", "INST"):
             yield argument if argument is not None else UNKNOWN, at
         elif op.name == "STACK_GLOBAL":
@@ -306,8 +331,6 @@ def _one(stream: IO[bytes]) -> Generator[tuple[str, int], None, bool]:
             stack.append(argument)
         else:
             stack += [_Mark if kind is pickletools.markobject else None for kind in op.stack_after]
-    yield UNKNOWN, stream.tell()
-    return False
 
 
 def _pop(stack: list[Any], op: pickletools.OpcodeInfo) -> None:
@@ -324,12 +347,12 @@ def _pop(stack: list[Any], op: pickletools.OpcodeInfo) -> None:
         del stack[len(stack) - len(before) :]
 
 
-def _argument(stream: IO[bytes], op: pickletools.OpcodeInfo) -> Any:
+def _argument(stream: IO[bytes], op: pickletools.OpcodeInfo, budget: _Budget) -> Any:
     """The argument of an opcode; long ones are passed over, and are None."""
     if op.arg is None:
         return None
     if op.arg.n == pickletools.UP_TO_NEWLINE:
-        said = [_line(stream) for _ in range(2 if op.name in ("GLOBAL", "INST") else 1)]
+        said = [_line(stream, budget) for _ in range(2 if op.name in ("GLOBAL", "INST") else 1)]
         lines = [line for line in said if line is not None]
         if len(lines) < len(said):
             return None
@@ -348,7 +371,7 @@ def _argument(stream: IO[bytes], op: pickletools.OpcodeInfo) -> Any:
     if size <= _TEXT:
         data = _exactly(stream, size)
         return data.decode("utf-8", "replace") if op.name in _STRINGS else None
-    _pass(stream, size)
+    _pass(stream, size, budget)
     return None
 
 
@@ -371,19 +394,20 @@ def _unescaped(line: bytes, kind: str) -> str | None:
         return None
 
 
-def _line(stream: IO[bytes]) -> bytes | None:
+def _line(stream: IO[bytes], budget: _Budget) -> bytes | None:
     """A line; None for one that is long. The last one of a file loses its last byte, as in CPython."""
     data = stream.readline(_TEXT)
     if data.endswith(b"\n") or len(data) < _TEXT:
         return data[:-1]
-    for _ in range(_MAX_PASSED // _CHUNK):
-        if not data or data.endswith(b"\n"):
-            return None
+    while data and not data.endswith(b"\n"):
+        budget.passed -= len(data)
+        if budget.passed < 0:
+            raise _TooLongError
         data = stream.readline(_CHUNK)
-    raise _TooLongError
+    return None
 
 
-def _pass(stream: IO[bytes], n: int) -> None:
+def _pass(stream: IO[bytes], n: int, budget: _Budget) -> None:
     """Pass over bytes; those of a deflated member have to be read."""
     if isinstance(stream, io.BufferedReader):
         at = stream.tell()
@@ -391,12 +415,11 @@ def _pass(stream: IO[bytes], n: int) -> None:
             raise EOFError
         stream.seek(at + n)
         return
-    end = min(n, _MAX_PASSED)
-    n -= end
-    while end:
-        part = stream.read(min(end, _CHUNK))
+    while n:
+        if budget.passed <= 0:
+            raise _TooLongError
+        part = stream.read(min(n, _CHUNK, budget.passed))
         if not part:
             raise EOFError
-        end -= len(part)
-    if n:
-        raise _TooLongError
+        n -= len(part)
+        budget.passed -= len(part)

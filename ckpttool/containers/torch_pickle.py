@@ -10,6 +10,7 @@ Source: torch/serialization.py, torch/_utils.py and torch/_tensor.py of torch 2.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,8 +37,20 @@ TORCH_DTYPE = {d.name: d.numpy for d in DTYPES.values() if d.bits >= 8}
 """Attribute of ``torch``."""
 BY_TORCH = {name: dtype for dtype, name in TORCH_DTYPE.items()}
 
-_INERT = frozenset({"types.SimpleNamespace", "functools.partial", "builtins.getattr", "__builtin__.getattr"})
+_INERT = frozenset(
+    {
+        "types.SimpleNamespace", "types.GenericAlias", "functools.partial", "operator.attrgetter",
+        "operator.itemgetter", "operator.methodcaller",
+        *(f"builtins.{name}" for name in (
+            "getattr", "type", "super", "enumerate", "filter", "map", "reversed", "zip", "property", "classmethod",
+            "staticmethod", "memoryview", "abs", "all", "any", "bin", "callable", "chr", "divmod", "format", "hash",
+            "hex", "id", "isinstance", "issubclass", "iter", "len", "max", "min", "next", "oct", "ord", "pow", "print",
+            "repr", "round", "sorted", "sum",
+        )),
+    }
+)  # fmt: skip
 """Parts of configurations and enums: nothing by themselves, and what they would work on is judged by its own name."""
+_EXCEPTION = re.compile(r"builtins\.\w+(Error|Exception|Warning|Group|Interrupt|Exit|Iteration)\Z")
 
 
 class Storage(NamedTuple):
@@ -79,11 +92,13 @@ def vocabulary(storages: dict[str, Storage]) -> Vocabulary:
             ord("T"): lambda m: m.text(4),
         },
         plain=frozenset({Global, Storage, Tensor}),
+        keeps_odd=True,
     )
 
 
 def _refused(name: Global) -> bool:
-    return is_dangerous(str(name)) and str(name) not in _INERT
+    text = str(name).replace("__builtin__.", "builtins.", 1)
+    return is_dangerous(text) and text not in _INERT and not _EXCEPTION.match(text)
 
 
 def _persistent(storages: dict[str, Storage], machine: Machine) -> None:

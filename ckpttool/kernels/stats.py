@@ -1,10 +1,11 @@
 """Statistics and histograms of blocks, added up in bounded memory.
 
-Two ways, chosen by the width of an element:
+Three ways, chosen by the kind and the width of an element:
 
 * up to 16 bits there are at most 65,536 different elements, so counting them says everything, exactly and whatever
   the order of the blocks;
-* wider elements go through float64 sums. Blocks must then come in a fixed order, because sums of floats depend on it.
+* wider integers are added up, and squared, as integers of any size: exact, too;
+* wider floats go through float64 sums. Blocks must then come in a fixed order, because sums of floats depend on it.
 
 NaN and infinities are counted and left out of everything else.
 """
@@ -75,7 +76,9 @@ def collector(dtype: str) -> Collector:
     entry = lookup(dtype)
     if entry.bits < 8:
         raise UnsupportedError(f"{dtype} elements are smaller than a byte and have no statistics")
-    return _Patterns(dtype) if entry.bits <= 16 else _Sums(dtype)
+    if entry.bits <= 16:
+        return _Patterns(dtype)
+    return _Integers() if entry.kind == "int" else _Sums(dtype)
 
 
 @lru_cache(maxsize=32)
@@ -216,6 +219,60 @@ class _Sums:
         return Histogram((), ()) if not self._n else None
 
 
+class _Integers:
+    """Adds up integers that floats cannot hold, and their squares, exactly."""
+
+    def __init__(self) -> None:
+        self._n = self._zeros = self._sum = self._squares = 0
+        """The sums are of ``_unsigned`` elements: how far they spread does not depend on where they begin."""
+        self._ends: tuple[int, int] | None = None
+        self._shift = 0
+
+    def add(self, block: Array) -> None:
+        data = block.reshape(-1)
+        self._n += data.size
+        self._zeros += data.size - int(np.count_nonzero(data))
+        if not data.size:
+            return
+        ends = int(data.min()), int(data.max())
+        self._ends = ends if self._ends is None else (min(self._ends[0], ends[0]), max(self._ends[1], ends[1]))
+        for at in range(0, data.size, _SLICE):
+            values, self._shift = _unsigned(data[at : at + _SLICE])
+            self._sum += _total(values)
+            self._squares += _squared(values)
+
+    def stats(self) -> Stats:
+        if self._ends is None:
+            return Stats(0, None, None, None, None, None, 0, 0, 0, None)
+        # Quotients of integers are rounded once, however large they are.
+        mean = (self._sum + self._n * self._shift) / self._n
+        std = math.sqrt((self._n * self._squares - self._sum**2) / self._n**2)
+        low, high = self._ends
+        return Stats(self._n, low, high, mean, std, max(abs(low), abs(high)), 0, 0, self._zeros, None)
+
+    def histogram(self, bins: int) -> Histogram | None:
+        return Histogram((), ()) if not self._n else None
+
+
+def _unsigned(data: Array) -> tuple[Array, int]:
+    """Integers as U64, and what was taken from each of them for it."""
+    if data.dtype.kind == "u":
+        return data.astype(np.uint64), 0
+    least = 1 << 63
+    return data.astype(np.int64).view(np.uint64) ^ np.uint64(least), -least
+
+
+def _total(values: Array) -> int:
+    """The sum of less than 2^32 elements of U64."""
+    return (int((values >> np.uint64(32)).sum()) << 32) + int((values & _HALF).sum())
+
+
+def _squared(values: Array) -> int:
+    """The sum of the squares of less than 2^32 elements of U64."""
+    high, low = values >> np.uint64(32), values & _HALF
+    return (_total(high * high) << 64) + (_total(high * low) << 33) + _total(low * low)
+
+
 @dataclass(slots=True)
 class Health:
     """Elements of one tensor that no sound weight has, counted over blocks in row-major order."""
@@ -295,8 +352,10 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
     one, two = np.atleast_1d(left), np.atleast_1d(right)
     if left.dtype == right.dtype and np.array_equal(one.view(np.uint8), two.view(np.uint8)):
         return np.zeros(left.shape, np.bool_), 0.0  # the common case, many times faster
-    if left.dtype == right.dtype and left.dtype in (np.int64, np.uint64):
-        return _integers_differ(left, right, atol, rtol)
+    if _are_wide_integers(left, right):
+        far = _integers_apart(left, right)
+        wrong = far > atol + rtol * np.abs(right.astype(np.float64))
+        return wrong, float(far[wrong].max(initial=0))
     kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         a, b = left.astype(kind), right.astype(kind)
@@ -307,12 +366,18 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
     return ~close, float("nan") if np.isnan(gap).any() else float(gap.max())
 
 
-def _integers_differ(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array, float]:
-    """``differs`` for integers that float64 may not tell apart."""
+def _are_wide_integers(left: Array, right: Array) -> bool:
+    """Whether both are integers, of which float64 may not tell two apart."""
+    return left.dtype.kind in "iu" and right.dtype.kind in "iu" and 8 in (left.itemsize, right.itemsize)
+
+
+def _integers_apart(left: Array, right: Array) -> Array:
+    """The distance of each two integers: exact, and only then float64."""
+    if left.dtype != right.dtype:  # of two of them, numpy makes floats first
+        return np.asarray(np.abs(left.astype(object) - right.astype(object)), np.float64)
     larger, smaller = np.maximum(left, right), np.minimum(left, right)
-    gap = larger.astype(np.uint64) - smaller.astype(np.uint64)  # exact: distances wrap as the integers do
-    wrong = gap > atol + rtol * np.abs(right.astype(np.float64))
-    return wrong, float(gap[wrong].max(initial=0))
+    far = np.asarray(larger).astype(np.uint64) - np.asarray(smaller).astype(np.uint64)  # wraps as the integers do
+    return np.asarray(far, np.float64)
 
 
 def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
@@ -324,7 +389,10 @@ def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
         return wrong, 0.0
     wide = np.complex128 if left.dtype.kind == "c" else np.float64
     with np.errstate(all="ignore"):
-        gap = np.abs(left[wrong].astype(wide) - right[wrong].astype(wide))
+        if _are_wide_integers(left, right):
+            gap = _integers_apart(left[wrong], right[wrong])
+        else:
+            gap = np.abs(left[wrong].astype(wide) - right[wrong].astype(wide))
     return wrong, float("nan") if np.isnan(gap).any() else float(gap.max())
 
 
@@ -337,14 +405,15 @@ class Distance:
     def add(self, left: Array, right: Array) -> None:
         """Count two blocks of one shape in."""
         kind = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
-        a, b = left.reshape(-1), right.reshape(-1)
+        a, b, exact = left.reshape(-1), right.reshape(-1), _are_wide_integers(left, right)
         for at in range(0, a.size, _SLICE):
             with np.errstate(all="ignore"):
-                x, y = a[at : at + _SLICE].astype(kind), b[at : at + _SLICE].astype(kind)
+                part = slice(at, at + _SLICE)
+                x, y = a[part].astype(kind), b[part].astype(kind)
                 self._left += float(np.vdot(x, x).real)
                 self._right += float(np.vdot(y, y).real)
                 self._dot += float(np.vdot(x, y).real)
-                gap: Array = x - y
+                gap: Array = _integers_apart(a[part], b[part]) if exact else x - y
                 self._gap += float(np.vdot(gap, gap).real)
 
     def add_right(self, right: Array) -> None:
@@ -382,6 +451,8 @@ class Distance:
 
 _SLICE = 1 << 18
 """Elements that are widened at a time."""
+_HALF = np.uint64((1 << 32) - 1)
+"""The lower half of an element of U64."""
 
 
 def first_index(wrong: Array, start: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UsageError
 from ckpttool.storage.identify import identify, sniff
-from ckpttool.storage.json_file import load_json
+from ckpttool.storage.json_file import TooLargeError, load_json
 from ckpttool.storage.place import Place, is_link, scan
 
 COMPANION_LIMIT = 64 << 20
@@ -90,7 +90,9 @@ class Listing:
             with path.open("rb") as f:
                 start = f.read(200)
             stranger = identify(start)
-            is_what = f"is {stranger.what}" if stranger else f"is not valid JSON: {e}" if start.strip() else "is empty"
+            too_large = isinstance(e, TooLargeError)
+            is_what = "is too large" if too_large else "is not valid JSON" if start.strip() else "is empty"
+            is_what = f"is {stranger.what}" if stranger else f"{is_what}: {e}" if start.strip() else is_what
             hint = stranger.hint if stranger else "fetch the file again, or correct it"
             raise CorruptError(f"{name} {is_what}", where=str(path), hint=hint) from None
         if not isinstance(data, dict):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import json
 import os
 import re
 import threading
@@ -27,6 +26,7 @@ from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageEr
 from ckpttool.storage import hub
 from ckpttool.storage.access import QUERIES, anonymous
 from ckpttool.storage.http import Answer, ChangedError, HttpError, NoRangesError, RefusedRedirectError, client, shown
+from ckpttool.storage.json_file import parse_json
 from ckpttool.storage.network import split
 from ckpttool.storage.place import DataFile, OpenFile, read_all
 from ckpttool.storage.stream import in_memory, stream
@@ -383,8 +383,8 @@ def _list(place: WebPlace) -> dict[str, WebEntry]:
         if (size := _files[place / index].size) > MAX_INDEX:
             raise UnsupportedError(f"an index of {size:,} bytes is too large", where=str(place / index))
         try:
-            data = json.loads(read_all(place / index))
-        except (ValueError, RecursionError):
+            data = parse_json(read_all(place / index), MAX_INDEX)
+        except ValueError:
             continue  # whoever reads it says what is wrong
         named = data.get("weight_map") if isinstance(data, dict) and index != PIPELINE else None
         if isinstance(named, dict):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.json_file import MAX_BYTES, parse_json
+from ckpttool.storage.json_file import MAX_BYTES, TooLargeError, parse_json
 from ckpttool.storage.listing import leads_away, refuse_away
 from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, read_all
 
@@ -130,7 +130,7 @@ def read_json(path: Place) -> dict[str, Any]:
     try:
         data = parse_json(read_bytes(path))
     except ValueError as e:
-        raise _wrong(path, f"no JSON: {e}") from None
+        raise _wrong(path, f"{'too large' if isinstance(e, TooLargeError) else 'no JSON'}: {e}") from None
     if not isinstance(data, dict):
         raise _wrong(path, "no JSON object")
     return data

@@ -98,12 +98,12 @@ def test_a_header_of_100_mb(tmp_path: Path, case: str) -> None:
 def test_json_of_100_mb(tmp_path: Path, name: str) -> None:
     _header(tmp_path / "model.safetensors", b"{}")
     (tmp_path / name).write_bytes(b'{"x":[' + b"[]," * 33_333_000 + b"[]]}")
-    done = _limited("inspect", tmp_path, mib=8192, seconds=180)
+    done = _limited("inspect", tmp_path, mib=1024, seconds=60)
     assert done.returncode in (0, 1)
     with (tmp_path / name).open("ab") as f:
         f.truncate(3 << 30)  # a hole of 3 GB behind it is not read
     done = _limited("inspect", tmp_path, mib=1024, seconds=60)
-    assert "more than 100,000,000 bytes" in done.stderr or done.returncode == 0
+    assert "more than 8,000,000 bytes" in done.stderr or "more than 100,000,000 bytes" in done.stderr
 
 
 PICKLES: dict[str, Callable[[], bytes]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,49 @@ def test_a_deep_config_does_not_grow(tmp_path: Path) -> None:
 def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     court = Court(tmp_path)
     save_hf(court.src, LLAMA.tensors(), LLAMA.config)
-    monkeypatch.setattr(_json, "MAX_BYTES", len(json.dumps(LLAMA.config)) - 1)
-    assert "more than" in court.run("reshard", court.src, court.dst, "--tp-out", 2).err
-    monkeypatch.setattr(_json, "MAX_BYTES", len(json.dumps(LLAMA.config)))
+    monkeypatch.setattr(_json, "MAX_CONFIG", len(json.dumps(LLAMA.config)) - 1)
+    for words in (("reshard", court.src, court.dst, "--tp-out", 2), ("inspect", court.src, "--check")):
+        done = court.run(*words)
+        assert "config.json is too large: it has more than" in done.out + done.err
+    assert "the config is too large" in court.run("fp8-size", court.src / "config.json").err
+    monkeypatch.setattr(_json, "MAX_CONFIG", len(json.dumps(LLAMA.config)))
     assert court.run("reshard", court.src, court.dst, "--tp-out", 2).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("config.json", _json.MAX_CONFIG),
+        ("generation_config.json", _json.MAX_CONFIG),
+        ("adapter_config.json", _json.MAX_CONFIG),
+        ("tokenizer_config.json", _json.MAX_BYTES),
+        ("tokenizer.json", _json.MAX_BYTES),
+        ("model.safetensors.index.json", _json.MAX_BYTES),
+    ],
+)
+def test_how_large_a_file_may_be(tmp_path: Path, name: str, most: int) -> None:
+    """A hole behind the text is not read."""
+    path = tmp_path / name
+    path.write_bytes(b'{"a": 1}')
+    assert _json.load_json(path) == {"a": 1}
+    with path.open("r+b") as f:
+        f.truncate(1 << 40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(_json.TooLargeError, match=f"more than {most:,} bytes"):
+            _json.load_json(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * most + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("value", [b"[],", b"{},", b"1,", b'"",'])
+def test_values_of_few_bytes_are_counted_first(value: bytes) -> None:
+    """3 bytes are an object of 64: what is beyond the limit makes none."""
+    text = b'{"x":[' + value * 3_000_000 + b"[]]}"
+    assert len(_json.parse_json(text)["x"]) == 3_000_001
+    with pytest.raises(_json.TooLargeError, match="more than 8,000,000 values"):
+        _json.parse_json(b'{"x":[' + value * 8_000_000 + b"[]]}")
 
 
 # -- recipes

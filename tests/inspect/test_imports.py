@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.containers import pickle_imports
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.torch_save import torch_save
 
@@ -142,6 +143,73 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x04\x8e" + size.to_bytes(8, "little") + bytes(size) + b".")
     assert verdicts(tmp_path) == {"?": "dangerous"}
+
+
+BOMBS: dict[str, bytes] = {
+    "nothing": b"\x80\x04" + b"N" * (1 << 17) + b".",
+    "numbers": b"\x80\x04](" + b"K\x01" * (1 << 17) + b"e.",
+    "remembered": b"\x80\x04N" + b"\x94" * (1 << 17) + b".",
+    "many pickles": b"\x80\x04N." * (1 << 15),
+    "calls at the end": b"\x80\x04" + b"N" * (1 << 17) + SYSTEM[2:],
+    "a line": b"V" + b"x" * (1 << 20) + b"\n.",
+    "many texts": (b"\x80\x04X\x00\x00\x01\x00" + bytes(1 << 16)) * 16 + b".",
+}
+
+
+class _Counts:
+    """Opcodes that are read, and bytes that are passed over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opcodes = self.passed = 0
+        argument, passed = pickle_imports._argument, pickle_imports._pass
+
+        def counted(stream: Any, op: Any, budget: Any) -> Any:
+            self.opcodes += 1
+            return argument(stream, op, budget)
+
+        def measured(stream: Any, n: int, budget: Any) -> None:
+            before = budget.passed
+            try:
+                passed(stream, n, budget)
+            finally:
+                self.passed += before - budget.passed
+
+        monkeypatch.setattr(pickle_imports, "_argument", counted)
+        monkeypatch.setattr(pickle_imports, "_pass", measured)
+        monkeypatch.setattr(pickle_imports, "_FEW_OPCODES", 1 << 12)
+        monkeypatch.setattr(pickle_imports, "_MAX_PASSED", 1 << 18)
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_small_file_has_a_small_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """One for the whole file, however many pickles it has and whatever they unpack to."""
+    counts = _Counts(monkeypatch)
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for i in range(4):
+            archive.writestr(f"archive/{i}.pkl", BOMBS[case])
+    most = max(1 << 12, (tmp_path / "bomb.pt").stat().st_size)
+    assert [n.name for n in pickle_imports.named(tmp_path / "bomb.pt")] == ["?"]
+    assert counts.opcodes <= most
+    assert counts.passed <= 1 << 18
+
+
+@pytest.mark.parametrize("question", ["--imports", "--check", "--html"])
+def test_a_bomb_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str) -> None:
+    counts = _Counts(monkeypatch)
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", BOMBS["nothing"])
+    words = [question, tmp_path / "page.html"] if question == "--html" else [question]
+    done = ckpttool("inspect", tmp_path, *words)
+    assert done.code in (1, 3)
+    assert counts.opcodes <= 2 << 12
+
+
+def test_a_pickle_that_is_not_packed_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a file has room for an opcode in each of its bytes."""
+    _Counts(monkeypatch)
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x04" + b"N" * (1 << 14) + SYSTEM[2:])
+    assert [n.name for n in pickle_imports.named(tmp_path / "a.pt")] == ["os.system"]
 
 
 def test_one_question_at_a_time() -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
 from ckpttool.execute import compare
-from ckpttool.kernels.stats import Binning, collector, differs
+from ckpttool.kernels.stats import Binning, Distance, collector, differs, differs_in_bits
 from ckpttool.ops.inspect import values as values_module
 from ckpttool.ops.inspect.values import parse_index
+from ckpttool.report.stats import norm_of
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf, write
 from tests.inspect.models import CONFIG, edit_header, llama
@@ -174,6 +175,49 @@ def test_statistics_of_numbers_whose_squares_are_none(name: str) -> None:
     assert found.mean == pytest.approx(float(mean), rel=1e-12, abs=5e-324)
     assert found.std == pytest.approx(float(root), rel=1e-12, abs=5e-324 if root else float(max(exact)) * 1e-15)
     assert found.amax == max(abs(float(x)) for x in exact)
+
+
+INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
+
+
+def of_extremes(dtype: str) -> dict[str, list[int]]:
+    """Integers near the ends of a type, and near what floats can tell apart."""
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    rng = np.random.default_rng(7)
+    middle = (low + high) // 2 + high // 3
+    return {
+        "ends": [low, high],
+        "low": [low] * 3,
+        "high": [high] * 5 + [high - 1],
+        "one apart": [middle, middle + 1, middle + 2] * 4,
+        "any": rng.integers(low, high, 40, dtype, endpoint=True).tolist(),
+        "one": [high],
+        "zeros": [0, 0, high],
+    }
+
+
+@pytest.mark.parametrize("case", of_extremes("i8"))
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_statistics_of_integers_are_those_of_python(dtype: str, case: str) -> None:
+    values = of_extremes(dtype)[case]
+    name = {"i": "I", "u": "U"}[dtype[0]] + str(8 * int(dtype[1]))
+    numbers = collector(name)
+    for part in np.array_split(np.array(values, dtype), 3):
+        numbers.add(part)
+    mean = Fraction(sum(values), len(values))
+    variance = sum((v - mean) ** 2 for v in values) / len(values)
+    found = numbers.stats()
+    assert (found.minimum, found.maximum, found.amax) == (min(values), max(values), max(map(abs, values)))
+    assert (found.elements, found.zeros, found.nan, found.inf) == (len(values), values.count(0), 0, 0)
+    assert found.mean == pytest.approx(float(mean), rel=1e-15)
+    assert found.std == pytest.approx(float(variance) ** 0.5, rel=1e-15 if len(set(values)) < 9 else 1e-14)
+    squares = sum(v * v for v in values)
+    assert norm_of(found) == pytest.approx(squares**0.5, rel=1e-14)
+
+
+def test_statistics_of_large_integers_on_the_command_line(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"ends": raw("I64", [-(2**63), 2**63 - 1])})
+    assert measured(tmp_path, "--stats")["ends"]["stats"]["mean"] == -0.5
 
 
 def test_histogram_of_the_largest_numbers() -> None:
@@ -372,6 +416,20 @@ def test_large_integers_differ_by_one(dtype: str) -> None:
     assert not differs(a, b, 1, 0)[0].any()
     ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
     assert differs(ends, ends[::-1].copy(), 0, 0)[1] == float(2**64 - 1)
+    assert differs(a[0], b[0], 0, 0)[1] == 1
+    assert differs_in_bits(a, b)[1] == 1
+    apart = Distance()
+    apart.add(a, b)
+    assert apart.gap2 == 2
+    assert apart.relative == pytest.approx(2**0.5 / 2**53)
+
+
+def test_signed_and_unsigned_integers_differ_by_one() -> None:
+    a, b = np.array([2**62 + 1, -1, 7], "i8"), np.array([2**62, 2**64 - 1, 7], "u8")
+    wrong, largest = differs(a, b, 0, 0)
+    assert wrong.tolist() == [True, True, False]
+    assert largest == float(2**64)
+    assert differs(a[:1], b[:1], 0, 0)[1] == 1
 
 
 def test_differs() -> None:

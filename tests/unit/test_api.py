@@ -285,6 +285,23 @@ def test_sizes_are_numbers_or_words(tmp_path: Path) -> None:
     assert said == ckpttool.size(source, "bf16", kv="bf16", tokens=1024, device_mem=1e9)
 
 
+def test_the_text_of_the_command_line_says_the_same(tmp_path: Path) -> None:
+    """Everything that options say as text, and the API as numbers."""
+    hf = ckpttool.open(FIXTURES / "hf_tiny_source")
+    plans = [hf.fp8_cast("block", block=b) for b in ("32x64", "32X64", (32, 64))]
+    assert plans[0].plan.outputs == plans[1].plan.outputs == plans[2].plan.outputs
+    assert ckpttool.size(hf, "block", block="16x32") == ckpttool.size(hf, "block", block=(16, 32))
+    with pytest.raises(UsageError, match="block `32` is not MxN"):
+        hf.fp8_cast("block", block="32")
+    said = {"pp": 2, "tp": 2, "to": "hybrid"}
+    one = ckpttool.open(LLAMA).reshard(**said, pp_layout="3,1", ranks="0-1,3", betas="0.9,0.999")  # type: ignore[arg-type]
+    two = ckpttool.open(LLAMA).reshard(**said, pp_layout=(3, 1), ranks=[0, 1, 3], betas=(0.9, 0.999))  # type: ignore[arg-type]
+    assert [(o.name, o.size) for o in one.plan.outputs] == [(o.name, o.size) for o in two.plan.outputs]
+    weighed = [ckpttool.merge([MERGE / "ft1", MERGE / "ft2"], weights=w) for w in ("0.4,0.6", [0.4, 0.6])]
+    runs = [m.run(tmp_path / str(at)) for at, m in enumerate(weighed)]
+    assert files(local_path(runs[0].path)) == files(local_path(runs[1].path))
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
@@ -295,6 +312,13 @@ def test_sizes_are_numbers_or_words(tmp_path: Path) -> None:
         ({"max_shard_size": -5}, "max_shard_size is -5"),
         ({"max_shard_size": "much"}, "`much` is not a size"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0"),
+        ({"pp_layout": "1;1"}, "pp_layout `1;1` is not a list of numbers"),
+        ({"pp_layout": 1.5}, "pp_layout is 1.5"),
+        ({"ranks": "0-x"}, "ranks `0-x` is not a list of numbers"),
+        ({"betas": "0.9"}, "betas `0.9` is not two numbers"),
+        ({"betas": "0.9,2"}, "betas `0.9,2` is not two numbers"),
+        ({"betas": 0.9}, "betas is 0.9"),
+        ({"betas": ("a", "b")}, "betas is \\('a', 'b'\\)"),
         ({"sharding_version": "v3"}, "v3` is not one of"),
     ],
 )
@@ -311,7 +335,8 @@ def test_options_of_reshard_that_make_no_sense(given: dict[str, object], match: 
         ({"rng": "numpy"}, "rng `numpy` is not one of"),
         ({"seed": -1}, "seed is -1"),
         ({"weights": []}, "weights are"),
-        ({"weights": "0.4,0.6"}, "weights are"),
+        ({"weights": "0.4;0.6"}, "weights are '0.4;0.6'"),
+        ({"params": "density=0.5"}, "params is 'density=0.5'"),
         ({"weights": 0.5}, "weights are 0.5"),
     ],
 )
@@ -321,7 +346,8 @@ def test_options_of_merge_that_make_no_sense(given: dict[str, object], match: st
 
 
 @pytest.mark.parametrize(
-    "given", [{"tokens": -5}, {"batch": 0}, {"zero": 9}, {"tp": 0}, {"block": 128}, {"max_shard_size": 0}]
+    "given",
+    [{"tokens": -5}, {"batch": 0}, {"zero": 9}, {"zero": "2"}, {"tp": 0}, {"block": 128}, {"max_shard_size": 0}],
 )
 def test_options_of_size_that_make_no_sense(given: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(given))} is "):

@@ -16,6 +16,8 @@ from ckpttool.words import some
 _NODES = (dict, list, tuple)
 _KINDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_", "torch.nn.parameter.")
 """What makes tensors of other kinds."""
+_ARRAY = "numpy.ndarray"
+"""An array of other elements than little-endian numbers; big-endian ones may be weights all the same."""
 ALL = "."
 """The --select of everything, under names with all their dicts."""
 
@@ -35,7 +37,7 @@ def select(value: Any, path: str, where: str, kept: Collection[str] = ()) -> tup
             if name in tensors:
                 raise ConflictError(f"two tensors are called `{printable(name)}`", where=where)
             tensors[name or "tensor"] = v
-        elif isinstance(v, Array) or _holds(v):
+        elif isinstance(v, Array) or _holds(v) or (isinstance(v, Record) and v.cls == _ARRAY):
             raise _odd(name, v, where)
         else:
             left.append(printable(name, 40))
@@ -132,7 +134,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _odd(name: str, v: Any, where: str) -> UnsupportedError:
     """The error for what is a tensor of another kind, or has tensors inside."""
-    if isinstance(v, Array):
+    if isinstance(v, Array) or (isinstance(v, Record) and v.cls == _ARRAY):
         what = "a numpy array, not a tensor"
         hint = "make it a tensor, torch.from_numpy(array), and save the file again"
     elif isinstance(v, Storage):

@@ -21,7 +21,7 @@ from ckpttool.layout.statements import Transform, inverse
 from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
 from ckpttool.relate import apply_transforms, identity
-from ckpttool.storage.json_file import load_json
+from ckpttool.storage.json_file import TooLargeError, load_json
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import Place
 from ckpttool.targeting.recode import high_precision
@@ -120,7 +120,8 @@ def _read_json(path: Place) -> dict[str, Any]:
     except OSError as e:
         raise UsageError(f"the config cannot be read: {e.strerror}", where=str(path)) from None
     except ValueError as e:
-        raise CorruptError(f"the config is not valid JSON: {e}", where=str(path)) from None
+        what = "is too large" if isinstance(e, TooLargeError) else "is not valid JSON"
+        raise CorruptError(f"the config {what}: {e}", where=str(path)) from None
     if not isinstance(data, dict):
         raise CorruptError("the config is not a JSON object", where=str(path))
     return data
