@@ -23,12 +23,11 @@ from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import gather, is_turned
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.fp8 import FORMATS, decode, decode_scaled
+from ckpttool.kernels.portable import Factor
 from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored, shape_of
 
 _PRODUCT = 256 << 10
-"""Elements of a product of adapter factors that is worked out in one go. A constant: the order in which a library
-adds depends on the shape it is given, and bytes may not depend on ``--memory``."""
-
+"""Elements of a product of adapter factors that is worked out in one go."""
 
 _AHEAD = 8 << 10
 """Scales that are read in one go."""
@@ -385,7 +384,7 @@ class _Term:
         self._up = StoredReader(term.up, carrier, Buffer())
         down = np.empty(prod(term.down.shape), np.float32)
         StoredReader(term.down, carrier, Buffer()).read(0, down.size, down, last=True)
-        self._down = down.reshape(term.down.shape)
+        self._down = Factor(down.reshape(term.down.shape))
         self._held: tuple[int, int, Array] | None = None
 
     def product(self, r0: int, r1: int) -> Array:
@@ -393,7 +392,7 @@ class _Term:
         if self._held is None or self._held[:2] != (r0, r1):
             up = np.empty((r1 - r0) * self._rank, np.float32)
             self._up.read(r0 * self._rank, r1 * self._rank, up, last=False)
-            product = up.reshape(r1 - r0, self._rank) @ self._down
+            product = self._down.product(up.reshape(r1 - r0, self._rank))
             np.multiply(product, self._factor, out=product)
             self._held = r0, r1, product
         return self._held[2]

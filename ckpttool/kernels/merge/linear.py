@@ -118,7 +118,8 @@ def ema(tensor: Tensor) -> Program:
     decay = tensor.whole["decay"]
     if not 0 <= decay <= 1:
         raise UsageError(f"ema: a decay of {decay} is not in [0, 1]")
-    weights = np.float64(decay) ** np.arange(len(tensor.models) - 1, -1, -1)
+    # A power is the last bit of a library, a product is the same everywhere.
+    weights = np.multiply.accumulate([1.0, *[float(decay)] * (len(tensor.models) - 1)])[::-1].copy()
     weights[1:] *= 1 - decay
     return _weighted(weights, 1)
 

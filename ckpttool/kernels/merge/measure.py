@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpttool.kernels.merge.base import Array, Chunk, Method, Parts, Pass, Tensor
-from ckpttool.kernels.merge.sphere import dot
+from ckpttool.kernels.portable import dot
 
 _OWN = 16
 """Scratch from here on is not used by methods."""
@@ -74,21 +74,22 @@ class _Sums:
         """Count a chunk in."""
         result = chunk.scratch(_OWN)
         np.copyto(result, chunk.model(self._count))
-        self._squares += dot(result, result)
+        self._squares += dot(result, result, chunk.scratch(_OWN + 2))
         moved = chunk.scratch(_OWN + 1)
         base = chunk.base() if self._has_base else None
         if base is not None:
             np.subtract(result, base, out=moved)
-            self._side(self._count, result, base, chunk.scratch(_OWN + 2))
+            self._side(self._count, result, base, chunk)
         positive, negative = chunk.scratch(_OWN, np.bool_), chunk.scratch(_OWN + 1, np.bool_)
         positive.fill(0)
         negative.fill(0)
         for i in range(self._count):
             x = chunk.model(i)
-            self._side(i, result, x, chunk.scratch(_OWN + 2))
+            self._side(i, result, x, chunk)
             if base is not None:
                 d = np.subtract(x, base, out=x)
-                self._tasks[:, i] += dot(d, d), dot(moved, d)
+                work = chunk.scratch(_OWN + 2)
+                self._tasks[:, i] += dot(d, d, work), dot(moved, d, work)
                 self._counts[0, i] += np.count_nonzero(d)
                 if self._parts is None and self._pairs:
                     positive |= d > 0
@@ -98,9 +99,10 @@ class _Sums:
         if self._pairs:
             self._conflicts += int(np.count_nonzero(positive & negative))
 
-    def _side(self, i: int, result: Array, x: Array, gap: Array) -> None:
-        np.subtract(result, x, out=gap)
-        self._sides[:, i] += dot(gap, gap), dot(x, x), dot(result, x)
+    def _side(self, i: int, result: Array, x: Array, chunk: Chunk) -> None:
+        work = chunk.scratch(_OWN + 2)
+        gap = np.subtract(result, x, out=work)
+        self._sides[:, i] += dot(gap, gap, work), dot(x, x, work), dot(result, x, work)
 
     def _picked(self, parts: Parts, chunk: Chunk, positive: Array, negative: Array) -> None:
         kept = []

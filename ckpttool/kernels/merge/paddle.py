@@ -30,6 +30,7 @@ from ckpttool.kernels.merge.base import (
 )
 from ckpttool.kernels.merge.order import Rank, cuts
 from ckpttool.kernels.merge.sphere import deltas, gram, slerp_coefficients, weigh
+from ckpttool.kernels.portable import tree_sum
 
 Take = Callable[[Chunk, int], Array]
 """The thinned difference of a model in a chunk, in the model's own buffer."""
@@ -68,8 +69,8 @@ def _trim(tensor: Tensor) -> Generator[Pass, None, Take]:
 
     def add_up(chunk: Chunk) -> None:
         for i, m in enumerate(magnitudes(chunk, every)):
-            sums[i, 0] += m.sum(dtype=np.float64)
-            sums[i, 1] += np.multiply(m, m >= limits[i], out=m).sum(dtype=np.float64)
+            sums[i, 0] += tree_sum(m)
+            sums[i, 1] += tree_sum(np.multiply(m, m >= limits[i], out=m))
 
     if tensor.whole["rescale"]:
         yield add_up
@@ -172,9 +173,9 @@ def _linear(tensor: Tensor, take: Take) -> Combine:
     """sum w_i t_i, over sum w_i with ``normalize``. Raises UsageError for weights that sum to zero."""
     weights = _weights(tensor)
     if tensor.whole["normalize"]:
-        if weights.sum() == 0:
+        if tree_sum(weights) == 0:
             raise UsageError(f"the weights of `{tensor.name}` sum to 0", hint="set `normalize: false`")
-        weights /= weights.sum()
+        weights /= tree_sum(weights)
 
     def combine(chunk: Chunk, out: Array) -> None:
         np.multiply(take(chunk, 0), np.float32(weights[0]), out=out)

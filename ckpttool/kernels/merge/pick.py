@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor, one_pass
 from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
-from ckpttool.kernels.merge.sphere import dot
+from ckpttool.kernels.portable import dot, logarithm, softmax, tree_sum
 
 
 def _spread(count: int) -> Callable[[Chunk], Array]:
@@ -57,12 +57,12 @@ def sce(tensor: Tensor) -> Program:
 
     def weigh(chunk: Chunk) -> None:
         for i, d in enumerate(selected(chunk)):
-            squares[i] += dot(d, d)
+            squares[i] += dot(d, d, d)
 
     yield weigh
     energies = squares / max(tensor.size, 1)
-    total = energies.sum()
-    weights = (energies / total if total >= 1e-6 else np.full(count, 1 / count)).astype(np.float32)
+    energy = tree_sum(energies)
+    weights = (energies / energy if energy >= 1e-6 else np.full(count, 1 / count)).astype(np.float32)
 
     def combine(chunk: Chunk, out: Array) -> None:
         vectors = selected(chunk)
@@ -141,17 +141,11 @@ def _divergence(model: Array, base: Array) -> Array:
 
     Taken in float64: rows of weights are so much alike that in float32 the sum is mostly rounding errors.
     """
-
-    def softmax(x: Array) -> Array:
-        e: Array = np.exp(np.subtract(x, x.max(1, keepdims=True), dtype=np.float64))
-        e /= e.sum(1, keepdims=True)
-        e += 1e-8
-        return e
-
     p, q = softmax(model), softmax(base)
-    np.divide(p, q, out=q)
-    np.log(q, out=q)
-    divergence: Array = np.vecdot(p, q)[:, None].astype(np.float32)
+    p += 1e-8
+    q += 1e-8
+    p *= logarithm(np.divide(p, q, out=q))
+    divergence: Array = tree_sum(p.T)[:, None].astype(np.float32)
     return divergence
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from ckpttool.errors import UsageError
 from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor
 from ckpttool.kernels.merge.order import Cut, Rank, cuts
+from ckpttool.kernels.portable import tree_sum
 
 Keep = Callable[[Chunk, Array, Array], None]
 """Fills the boolean third argument with the elements of a chunk that stay; the second is the chunk of the delta."""
@@ -327,16 +328,16 @@ def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Prog
     product = _products(weights, keeps, factors)
     scale = np.float32(tensor.whole["lambda"])
     normalize = bool(tensor.whole["normalize"])
-    total = np.cumsum(weights, dtype=np.float32)[-1]
-    if abs(total) < 1e-8:
-        total = np.float32(1)
+    weight = np.cumsum(weights, dtype=np.float32)[-1]
+    if abs(weight) < 1e-8:
+        weight = np.float32(1)
 
     def add(chunk: Chunk, base: Array, out: Array) -> None:
         np.add(product(chunk, base, 0), 0, out=out)  # a sum begins with +0, which takes up -0
         for i in range(1, len(weights)):
             np.add(out, product(chunk, base, i), out=out)
         if normalize:
-            np.divide(out, total, out=out)
+            np.divide(out, weight, out=out)
 
     def vote(chunk: Chunk, base: Array, out: Array) -> None:
         products = [product(chunk, base, i) for i in range(len(weights))]
@@ -385,7 +386,7 @@ class _WideSum:
         self._total = np.float64(0)
 
     def add(self, values: Array) -> None:
-        self._total += np.add.reduce(values, dtype=np.float64)
+        self._total += tree_sum(values)
 
     def result(self) -> np.float64:
         return self._total

@@ -4,9 +4,8 @@ All of them are linear combinations of their inputs, and their coefficients foll
 So each takes one pass that measures the Gram matrix, however often it iterates, and one that combines. Where every row
 is a vector by itself, a chunk holds whole rows, and even the measuring pass goes.
 
-Dot products are float32 over stretches of 4096 elements, whose results are summed in float64. Against float64 all the
-way a norm was off by at most 5e-8 of itself and a cosine by 1.3e-7, which is what float32 resolves; from a million
-elements on both are below 1e-8. Squares of elements below 1e-19 vanish.
+Dot products, and all else that the coefficients are made of, are those of ``kernels.portable``: another processor gets
+the same coefficients. SPHERE_ERRORS Squares of elements below 1e-19 vanish.
 """
 
 from __future__ import annotations
@@ -17,26 +16,9 @@ import numpy as np
 
 from ckpttool.errors import UsageError
 from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor, add_base, one_pass
-
-STRETCH = 4096
-"""Elements of one float32 dot product: few enough to lose nothing, many enough to be fast."""
+from ckpttool.kernels.portable import arccosine, dot, row_dots, sine_cosine, tree_sum
 
 Vectors = Callable[[Chunk], Sequence[Array]]
-
-
-def dot(a: Array, b: Array) -> float:
-    """The dot product of two float32 vectors."""
-    whole = a.size - a.size % STRETCH
-    parts = np.vecdot(a[:whole].reshape(-1, STRETCH), b[:whole].reshape(-1, STRETCH))
-    return float(parts.sum(dtype=np.float64) + np.float64(np.dot(a[whole:], b[whole:])))
-
-
-def row_dots(a: Array, b: Array) -> Array:
-    """The dot products of the rows of two float32 matrices: float64 ``(rows, 1)``."""
-    total = np.zeros((len(a), 1))
-    for at in range(0, a.shape[1], STRETCH):
-        total[:, 0] += np.vecdot(a[:, at : at + STRETCH], b[:, at : at + STRETCH])
-    return total
 
 
 def gram(count: int, vectors: Vectors) -> Generator[Pass, None, Array]:
@@ -45,9 +27,10 @@ def gram(count: int, vectors: Vectors) -> Generator[Pass, None, Array]:
 
     def measure(chunk: Chunk) -> None:
         v = vectors(chunk)
+        work = chunk.scratch(0)
         for i in range(count):
             for j in range(i, count):
-                products[i, j] += dot(v[i], v[j])
+                products[i, j] += dot(v[i], v[j], work)
 
     yield measure
     return np.triu(products) + np.triu(products, 1).T
@@ -86,9 +69,9 @@ def arc(cosine: Array, straight: Array, t: float) -> tuple[Array, Array]:
 
     sin((1 - t) theta) / sin(theta) and sin(t theta) / sin(theta), or 1 - t and t.
     """
-    theta = np.arccos(np.where(straight, 0, cosine))
-    sine = np.sin(theta)
-    return np.where(straight, 1 - t, np.sin((1 - t) * theta) / sine), np.where(straight, t, np.sin(t * theta) / sine)
+    theta = arccosine(np.where(straight, 0, cosine))
+    whole, first, second = (sine_cosine(share * theta)[0] for share in (1, 1 - t, t))
+    return np.where(straight, 1 - t, first / whole), np.where(straight, t, second / whole)
 
 
 def slerp_coefficients(products: Array, t: float, *, threshold: float = 0.9995, eps: float = 1e-8) -> list[Array]:
@@ -171,10 +154,10 @@ def nuslerp(tensor: Tensor) -> Program:
         def measure(chunk: Chunk) -> None:
             a, b = vectors(chunk)
             product = chunk.scratch(0)
-            for total, x, y in zip(sums, (a, b, a), (a, b, b), strict=True):
+            for found, x, y in zip(sums, (a, b, a), (a, b, b), strict=True):
                 np.multiply(x, y, out=product)
                 for part, place in _turns(chunk.start, chunk.stop, period):
-                    total[place] += product[part].reshape(-1, place.stop - place.start).sum(0, dtype=np.float64)
+                    found[place] += tree_sum(product[part].reshape(-1, place.stop - place.start))
 
         yield measure
         ends = [c.astype(np.float32) for c in nuslerp_coefficients(sums[0], sums[1], sums[2], t)]
@@ -190,7 +173,8 @@ def nuslerp(tensor: Tensor) -> Program:
 
     def combine_rows(chunk: Chunk, out: Array) -> None:
         a, b = (v.reshape(-1, tensor.columns) for v in vectors(chunk))
-        ends = nuslerp_coefficients(row_dots(a, a), row_dots(b, b), row_dots(a, b), t)
+        work = chunk.scratch(0).reshape(a.shape)
+        ends = nuslerp_coefficients(row_dots(a, a, work), row_dots(b, b, work), row_dots(a, b, work), t)
         weigh((a, b), [c.astype(np.float32) for c in ends], out.reshape(a.shape))
         add_base(tensor, chunk, out)
 
@@ -207,10 +191,11 @@ def multislerp_coefficients(products: Array, weights: Array, eps: float = 1e-8) 
     """
     norms = np.sqrt(np.diag(products))
     shares = weights / (norms + eps)
-    squared = shares @ products @ shares
-    if squared <= 1e-12 * np.sum(np.abs(weights)) ** 2:  # measured products tell nothing smaller from zero
+    squared = tree_sum(tree_sum(shares[:, None] * products) * shares)
+    size = tree_sum(np.abs(weights))
+    if squared <= 1e-12 * size * size:  # measured products tell nothing smaller from zero
         return None
-    mean: Array = shares * (weights @ norms / np.sqrt(squared) * np.cos(eps))
+    mean: Array = shares * (tree_sum(weights * norms) / np.sqrt(squared) * sine_cosine(eps)[1])
     return mean
 
 
@@ -226,9 +211,9 @@ def multislerp(tensor: Tensor) -> Program:
         return _copy
     weights = np.array([p["weight"] for p in tensor.models], np.float64)
     if tensor.whole["normalize_weights"]:
-        if weights.sum() == 0:
+        if tree_sum(weights) == 0:
             raise UsageError(f"the weights of `{tensor.name}` sum to 0", hint="set `normalize_weights: false`")
-        weights /= weights.sum()
+        weights /= tree_sum(weights)
     products = yield from gram(count, deltas(tensor))
     coefficients = multislerp_coefficients(products, weights, tensor.whole["eps"])
     if coefficients is None:
@@ -257,26 +242,27 @@ def karcher_coefficients(products: Array, max_iter: int = 10, tol: float = 1e-5)
     alpha = 1 / len(lengths)
 
     def length(c: Array) -> float:
-        return float(np.sqrt(max(c @ cosines @ c, 0)))
+        return float(np.sqrt(max(tree_sum(tree_sum(c[:, None] * cosines) * c), 0)))
 
     point = np.full(len(lengths), alpha)
     norm = length(point)
     point = point / norm if norm >= tol else np.eye(len(lengths))[0]
     for _ in range(max_iter):
-        toward = np.clip(cosines @ point, -1, 1)
-        theta = np.arccos(toward)
+        toward = np.clip(tree_sum(cosines * point[:, None]), -1, 1)
+        theta = arccosine(toward)
         bent = (theta >= tol) & (theta <= np.pi - tol)
-        pull = np.where(bent, alpha * theta / np.where(bent, np.sin(theta), 1), 0)
-        tangent = pull - (pull @ toward) * point
+        pull = np.where(bent, alpha * theta / np.where(bent, sine_cosine(theta)[0], 1), 0)
+        tangent = pull - tree_sum(pull * toward) * point
         step = length(tangent)
         if step < tol:
             break
-        point = np.cos(step) * point + np.sin(step) / step * tangent
+        sine, cosine = sine_cosine(step)
+        point = cosine * point + sine / step * tangent
         norm = length(point)
         if norm > tol:
             point /= norm
     out = np.zeros(len(norms))
-    out[valid] = norms.mean() * point / lengths
+    out[valid] = tree_sum(norms) / len(norms) * point / lengths
     return out
 
 
@@ -305,7 +291,7 @@ def stock_ratio(products: Array) -> Array:
         for i in range(count)
         for j in range(i + 1, count)
     ]
-    cosine = np.mean(pairs, axis=0)
+    cosine = tree_sum(np.array(pairs)) / len(pairs)
     divisor = 1 + (count - 1) * cosine
     singular = np.abs(divisor) < 1e-6
     ratio: Array = np.where(singular, 0, count * cosine / np.where(singular, 1, divisor)).astype(np.float32)
@@ -325,10 +311,11 @@ def model_stock(tensor: Tensor) -> Program:
 
     def ratio_of_rows(chunk: Chunk) -> Array:
         rows = [v.reshape(-1, tensor.columns) for v in vectors(chunk)]
+        work = chunk.scratch(0).reshape(rows[0].shape)
         products = np.zeros((count, count, len(rows[0]), 1))
         for i in range(count):
             for j in range(i, count):
-                products[i, j] = row_dots(rows[i], rows[j])
+                products[i, j] = row_dots(rows[i], rows[j], work)
         return stock_ratio(products)
 
     def combine(chunk: Chunk, out: Array) -> None:
