@@ -7,7 +7,7 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isnan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +162,7 @@ class Difference:
     """Index of the first that differs."""
     max_abs: float
     """Largest absolute difference; NaN when either side is not a number there, 0 for dtypes without arithmetic."""
-    packed: bool = False
+    packed: bool = field(default=False, kw_only=True)
     """Elements share bytes, which are counted instead."""
 
     def __str__(self) -> str:
