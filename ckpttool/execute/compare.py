@@ -7,7 +7,7 @@ out from pieces and views with numpy indexing, so a fault of the planner or of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isnan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,10 +162,13 @@ class Difference:
     """Index of the first that differs."""
     max_abs: float
     """Largest absolute difference; NaN when either side is not a number there, 0 for dtypes without arithmetic."""
+    packed: bool = field(default=False, kw_only=True)
+    """Elements share bytes, which are counted instead."""
 
     def __str__(self) -> str:
         at = ", ".join(map(str, self.first))
-        return f"`{self.name}`: {self.elements:,} of {self.total:,} elements differ, first at [{at}]"
+        what = "bytes" if self.packed else "elements"
+        return f"`{self.name}`: {self.elements:,} of {self.total:,} {what} differ, first at [{at}]"
 
 
 def _bits(a: Array) -> Array:
@@ -283,7 +286,8 @@ def comparisons(view: DerivedTensor, tensor: LogicalTensor, want: str) -> list[C
     cut.
     """
     if tensor.shape != view.shape or tensor.dtype != want:
-        return Difference(view.name, tensor.nbytes, tensor.nbytes, (0,) * len(tensor.shape), float("nan"))
+        of = prod(view.shape)
+        return Difference(view.name, of, of, (0,) * len(view.shape), float("nan"))
     if not prod(view.shape):
         return []
     if lookup(view.dtype).bits % 8:
@@ -356,4 +360,5 @@ def _compare_raw(source: Catalog, what: Comparison, other: Catalog, advance: Adv
         return lambda box: read_block(catalog.files[file].contents, offset + box.start[0], (1,), box.shape, "U8")
 
     left, right = read(source, a.file, a.offset), read(other, b.file, b.offset)
-    return compare_one(what.view.name, (a.nbytes,), "U8", left, right, advance)
+    found = compare_one(what.view.name, (a.nbytes,), "U8", left, right, advance)
+    return found and replace(found, packed=True)

@@ -147,6 +147,7 @@ class Run:
         self.recorded = 0
         self.shown = 0
         self.verifying = False
+        self.verified = False
         self.verify_seconds = 0.0
         self.measure_seconds = 0.0
 
@@ -223,6 +224,7 @@ class Run:
             plan_seconds=began - self.options.begun,
             verify_seconds=self.verify_seconds,
             measure_seconds=self.measure_seconds,
+            verified=self.verified,
             manifest=self._checksums() if self.options.manifest else [],
             notes=self.notes,
         )
@@ -239,9 +241,11 @@ class Run:
     def _begin(self) -> Finished:
         """Lock the destination, and hear what an interrupted run has finished."""
         self.tasks = schedule(self.plan, self.hashes, self.far)
-        late = [*self.options.late_files, *[MANIFEST] * self.options.manifest]
+        options = self.options
+        late = [*options.late_files, *[MANIFEST] * options.manifest]
+        verify = options.verify is not None
         finished = self.destination.begin(
-            Beginning(self.plan, tuple(self.tasks), late, self.options.force, self.options.resume, self.stop)
+            Beginning(self.plan, tuple(self.tasks), late, options.force, options.resume, verify, self.stop)
         )
         paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
         self.outlet = Outlet(paths, self.destination.spools, self.destination.locks)
@@ -359,7 +363,7 @@ class Run:
                 # A source that changed while it was read again is the reason for any difference.
                 self._check_sources()
             self.verify_seconds = time.perf_counter() - began
-            self.verifying = False
+            self.verifying, self.verified = False, True
         if self.options.measure is not None:
             began = time.perf_counter()
             self._read_back("measure", self.options.measure)

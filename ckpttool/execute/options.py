@@ -52,7 +52,10 @@ class Standing:
 
 
 class Proof(Protocol):
-    """Compares an output with its sources, in shares."""
+    """Compares an output with its sources, whole or in shares."""
+
+    def __call__(self, written: Place, advance: Advance) -> None:
+        """Do all of it. Raises VerifyError naming the first tensors that differ."""
 
     def share(self, written: Place, advance: Advance, number: int, of: int) -> None:
         """Do share ``number`` (from 0) of so many. Raises VerifyError naming the first tensors that differ."""
@@ -91,7 +94,8 @@ class RunOptions:
     measure: Callable[[Place, Advance], None] | None = None
     """Called like ``verify``, after it. What it finds out may stand in late files, which are written again then."""
     prove: Proof | None = None
-    """Of a run with a ``member`` that finds DST there already: compares a share of it with the sources."""
+    """Of a run with a ``member``: compares a share of a DST that is there already with the sources, or all of one that
+    this member completes, where another one was asked to verify it."""
     late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
     of the operands of computed tensors, by the keys of ``operand_keys``."""
@@ -183,6 +187,8 @@ class RunResult:
     plan_seconds: float = 0
     verify_seconds: float = 0
     measure_seconds: float = 0
+    verified: bool = False
+    """DST is complete, and was compared with the sources: by this process, or by the one that completed it."""
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     standing: Standing | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -36,6 +36,7 @@ from ckpttool.plan import Compute, Plan, Quantize, Randomness
 from ckpttool.relate import DerivedTensor
 from ckpttool.storage.place import DataFile, Place, parse_place
 from ckpttool.storage.travel import SentFiles
+from ckpttool.words import count
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet
@@ -53,7 +54,7 @@ class Sides:
     randomness: Randomness | None = None
     """Of what is worked out once more."""
     total: int = 0
-    """Tensors that were written."""
+    """Tensors that were written, 0 where another side counts them."""
     carried: bool = False
     """Files that stay as they are, each taken for one tensor."""
 
@@ -121,7 +122,7 @@ class Checks:
         self.checks += [Check(len(self.sides), step) for step in steps]
         sources = [DataFile(parse_place(s.path), s.size, s.tag, s.encoding) for s in plan.sources]
         outputs = [DataFile(_below(written, o.name), o.size, "") for o in plan.outputs]
-        self.sides.append(Sides(SentFiles(sources), SentFiles(outputs), plan.randomness, len(steps)))
+        self.sides.append(Sides(SentFiles(sources), SentFiles(outputs), plan.randomness))
 
     def add_carried(self, plan: Plan, written: Place) -> None:
         """Compare files that stay as they are with those of the source. Raises VerifyError for one of another size."""
@@ -152,26 +153,33 @@ class Checks:
 
     def conclude(self, done: Iterable[tuple[Check, Difference | Fault | None]]) -> None:
         """Hear what became of checks, in order. Raises VerifyError for what differs."""
-        wrong: dict[int, dict[tuple[str, int], list[Difference]]] = {}
+        wrong: dict[tuple[int, str], dict[int, list[Difference]]] = {}
         for side, difference in self.found:
-            wrong.setdefault(side, {})[difference.name, -1] = [difference]
+            wrong.setdefault((side, difference.name), {})[-1] = [difference]
         for check, found in done:
             if isinstance(found, Fault):
                 raise VerifyError(f"`{found.name}` was not written as it was worked out", where=found.where)
             if found is not None and isinstance(check.what, Comparison):
-                mine = wrong.setdefault(check.side, {})
-                mine.setdefault((found.name, check.what.copy), []).append(found)
-        for side, tensors in sorted(wrong.items()):
-            files = self.sides[side]
-            if files.carried:
-                number = int(next(iter(tensors))[0])
-                raise _other_file(files.source[number], files.written[number])
+                copies = wrong.setdefault((check.side, found.name), {})
+                copies.setdefault(check.what.copy, []).append(found)
+        tensors = {key: copies for key, copies in sorted(wrong.items()) if not self.sides[key[0]].carried}
+        if tensors:
+            total = sum([side.total for side in self.sides if not side.carried])
             raise VerifyError(
-                f"{len(tensors)} of {files.total} tensors differ from the source",
-                where=[str(joined(found)) for found in list(tensors.values())[:5]],
+                f"{len(tensors)} of {total} tensors differ from the source",
+                where=[_described(copies) for copies in list(tensors.values())[:5]],
                 hint="nothing was kept. This is a fault of ckpttool or of the disk:"
                 " please report it with the command line",
             )
+        for side, number in sorted((side, int(name)) for side, name in wrong):
+            raise _other_file(self.sides[side].source[number], self.sides[side].written[number])
+
+
+def _described(copies: Mapping[int, Sequence[Difference]]) -> str:
+    """A tensor that differs, by the first of its copies that does, and how many others do."""
+    first, *others = [joined(found) for _, found in sorted(copies.items())]
+    more = f", and in {count(len(others), 'more copy', 'more copies')}" if others else ""
+    return f"{first}{more}"
 
 
 def _below(place: Place, name: str) -> Place:

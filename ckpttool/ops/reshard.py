@@ -61,4 +61,4 @@ def execute(
             )
         options = replace(options, verify=check)
     result = run(prepared.plan, place, options, progress)
-    return ReshardResult(prepared, place, result, verify and result.committed)
+    return ReshardResult(prepared, place, result, result.verified)

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from ckpttool.errors import OutputError
+from ckpttool.storage import system
 
 
 def refuse_others(path: Path, what: str, begins: str) -> None:
@@ -32,6 +33,9 @@ def check_place(path: Path, what: str, begins: str, *, appears: Path | None = No
     """
     if "://" in str(path) or ":/" in str(path).split("/", 1)[0] + "/":
         raise OutputError(f"{what} is written on this machine", where=str(path), hint="name a file here")
+    longest = system.longest_name(path.parent)
+    if len(os.fsencode(path.name)) > longest:
+        raise OutputError(f"{what} cannot be written: its name is longer than {longest} bytes", where=str(path))
     if path.is_dir() or path == appears:
         raise OutputError(f"{what} cannot be written: there is a directory of this name", where=str(path))
     refuse_others(path, what, begins)
@@ -55,7 +59,7 @@ def save(path: Path, content: str, what: str, begins: str) -> None:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             path.write_text(content, encoding="utf-8", errors="backslashreplace")
             return
-        making = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+        making = system.beside(path, ".", f".{secrets.token_hex(4)}")
         try:
             with making.open("x", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(content)

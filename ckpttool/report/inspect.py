@@ -17,6 +17,7 @@ from ckpttool.report.meters import bar
 from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, columns_of, dump, pick, shape, size
 from ckpttool.storage.place import resolved
+from ckpttool.storage.system import beside
 from ckpttool.words import count, short
 
 if TYPE_CHECKING:
@@ -357,7 +358,8 @@ def show_layout(listing: Listing, layout: Layout, *, svg: Path | None, as_json: 
         from ckpttool.report.svg import pages
 
         drawn = pages(layout, f"{resolved(listing.path).name}: who holds what")
-        names = [svg, *(svg.with_name(f"{svg.stem}-{n}{svg.suffix}") for n in range(2, len(drawn) + 1))]
+        more = [beside(svg.with_name(svg.stem), after=f"-{n}{svg.suffix}") for n in range(2, len(drawn) + 1)]
+        names = [svg, *more]
         for name, page in zip(names, drawn, strict=True):
             save(name, page, "the picture", "<svg")
         if len(names) > 1 and not quiet:

@@ -45,6 +45,37 @@ def _failure() -> int:
     return ctypes.get_errno()
 
 
+_LONGEST = 255
+"""Bytes of a name in most filesystems. None that says more is believed: vfat counts letters."""
+
+
+def longest_name(directory: Path) -> int:
+    """Bytes that a name in a directory may have."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.pathconf(directory, "PC_NAME_MAX")
+        if found > 0:
+            return min(found, _LONGEST)
+    return _LONGEST
+
+
+def beside(path: Path, before: str = "", after: str = "") -> Path:
+    """``BEFORE NAME AFTER`` in one, in the directory of ``path``: the same each time.
+
+    Where the filesystem has no room for so long a name, that of ``path`` is cut, and a hash of it tells it from others.
+    """
+    import hashlib
+
+    most = longest_name(path.parent)
+    name = os.fsencode(path.name)
+    if len(os.fsencode(before)) + len(name) + len(os.fsencode(after)) > most:
+        mark = "~" + hashlib.sha256(name).hexdigest()[:16]
+        room = most - len(os.fsencode(before + mark + after))
+        while room and name[room] & 0xC0 == 0x80:  # not in the middle of a letter
+            room -= 1
+        return path.with_name(before + os.fsdecode(name[:room]) + mark + after)
+    return path.with_name(before + path.name + after)
+
+
 def cores() -> int:
     """How many processors this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -548,6 +549,28 @@ def test_wrong_input_leaves_alone_who_is_still_there(
     assert left(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_part_without_work_is_not_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Others that are done do not make DST before it can tell it from another one, whoever has the work."""
+    plan, dst, prepare = (
+        reshard(tmp_path / "src", [((8, 8), None)], 1, 1),
+        tmp_path / "dst",
+        members.MemberDestination.prepare,
+    )
+    seen: list[RunResult] = []
+
+    def overtaken(self: members.MemberDestination, make: Any) -> Any:
+        if self.member.number == number:
+            seen.append(part(plan, dst, 3 - number, 2))
+        return prepare(self, make)
+
+    monkeypatch.setattr(members.MemberDestination, "prepare", overtaken)
+    ended = part(plan, dst, number, 2)
+    assert [r.standing for r in seen] == [Standing(Member(3 - number, 2), committed=False, waiting_for=(number,))]
+    assert ended.committed
+    assert left(tmp_path) == ["dst", "src"]
+
+
 def test_an_output_that_does_not_verify(tmp_path: Path, plan: Plan) -> None:
     def verify(_partial: Place, _advance: Advance) -> None:
         raise VerifyError("not equal")
@@ -556,6 +579,77 @@ def test_an_output_that_does_not_verify(tmp_path: Path, plan: Plan) -> None:
     with pytest.raises(VerifyError):
         part(plan, tmp_path / "dst", 2, 2, verify=verify)
     assert left(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("asked", [(), (1,), (2,), (3,), (1, 3), (1, 2, 3)])
+def test_what_one_part_was_asked_to_verify(tmp_path: Path, plan: Plan, asked: tuple[int, ...]) -> None:
+    """It is verified once, whichever part completes it, and all that come after that say so if they were asked."""
+    seen: list[Place] = []
+    check: Any = Seeing(seen)
+    for number in (1, 2, 3):
+        done = part(plan, tmp_path / "dst", number, 3, prove=check, verify=check if number in asked else None)
+        assert done.verified == (number == 3 and bool(asked))
+    assert len(seen) == bool(asked)
+
+
+class Seeing:
+    """Verifies by taking down what."""
+
+    def __init__(self, seen: list[Place], *, wrong: bool = False) -> None:
+        self.seen, self.wrong = seen, wrong
+
+    def __call__(self, place: Place, _advance: Advance) -> None:
+        self.seen.append(place)
+        if self.wrong:
+            raise VerifyError("not equal", where=str(place), hint="nothing was kept")
+
+    def share(self, place: Place, advance: Advance, _number: int, _of: int) -> None:
+        self(place, advance)
+
+
+def test_a_part_that_runs_again_is_asked_to_verify(tmp_path: Path, plan: Plan) -> None:
+    """What an earlier attempt was asked is not forgotten; what a later one is asked is not too late."""
+    for first, second in ((True, False), (False, True)):
+        dst, seen = tmp_path / f"dst{first}", list[Place]()
+        check: Any = Seeing(seen)
+        for verify in (first, second):
+            part(plan, dst, 1, 2, prove=check, verify=check if verify else None)
+        assert part(plan, dst, 2, 2, prove=check).verified
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_asked_to_verify_when_another_part_completes_it(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, *, wrong: bool
+) -> None:
+    """It does so itself: the other one had looked before."""
+    dst, seen = tmp_path / "dst", list[Place]()
+    check: Any = Seeing(seen, wrong=wrong)
+    part(plan, dst, 1, 2)
+    seal, errors, results = members.CommitDestination.seal, list[Exception](), list[RunResult]()
+
+    def again() -> None:
+        try:
+            results.append(part(plan, dst, 1, 2, prove=check, verify=check))
+        except VerifyError as e:
+            errors.append(e)
+
+    late = threading.Thread(target=again)
+
+    def joined(self: members.CommitDestination) -> None:
+        late.start()
+        while not any(n == members.VERIFY for n in self.meeting.folder.names()):
+            time.sleep(0.001)
+        seal(self)
+
+    with monkeypatch.context() as m:
+        m.setattr(members.CommitDestination, "seal", joined)
+        assert not part(plan, dst, 2, 2).verified
+    late.join()
+    assert seen == [dst]
+    assert [r.verified for r in results] == [True] * (not wrong)
+    assert ["it stays" in str(e) for e in errors] == [True] * wrong
+    assert not dst.with_name("dst.partial").exists()
 
 
 def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.errors import AccessError, CkptError, ConflictError, CorruptError, OutputError, UsageError
+from ckpttool.errors import AccessError, CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, RunResult, run
 from ckpttool.execute.checks import check
 from ckpttool.execute.destinations import marker, object_member, objects
@@ -323,6 +323,37 @@ def test_a_difference_leaves_nothing(store: ObjectStore, plan: Plan) -> None:
         member(plan, 2, 2, verify=wrong)
     assert not store.objects_
     assert not store.uploads_
+
+
+@pytest.mark.parametrize("asked", [(), (1,), (2,), (1, 2)])
+@pytest.mark.usefixtures("store")
+def test_what_one_part_was_asked_to_verify(plan: Plan, asked: tuple[int, ...]) -> None:
+    """It is verified once, whichever part completes it; also if only its first attempt was asked."""
+    seen: list[object] = []
+
+    def check(*_: object) -> None:
+        seen.append(None)
+
+    for number, first in ((1, True), (1, False), (2, True)):
+        verify = check if number in asked and first else None
+        done = member(plan, number, 2, prove=check, verify=verify)
+        assert done.verified == (number == 2 and bool(asked))
+    assert len(seen) == bool(asked)
+
+
+def test_asked_to_verify_when_it_is_made(store: ObjectStore, plan: Plan) -> None:
+    """A part that runs again verifies what the others have completed without it."""
+
+    def wrong(*_: Any) -> None:
+        raise VerifyError("different", hint="nothing was kept")
+
+    for number in (1, 2):
+        assert not member(plan, number, 2).verified
+    assert member(plan, 1, 2, verify=lambda *_: None).verified
+    with pytest.raises(VerifyError, match="different") as e:
+        member(plan, 1, 2, verify=wrong)
+    assert "it stays" in str(e.value.hint)
+    check_whole(store, plan)
 
 
 def test_an_error_says_how_to_go_on(store: ObjectStore, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,27 @@ def test_shares_are_all_of_it(output: Output) -> None:
         assert "differ from the source" in error
         assert told(output.on(2))[1] == error
         flipped(path, at)
+
+
+@pytest.mark.sample("ranks", "megatron")
+def test_tensors_are_counted_once(output: Output) -> None:
+    """A tensor that several ranks hold is one tensor, however many of its copies differ."""
+    stored = [t for t in output.tensors() if t[2] > 1]
+    for path, offset, _ in stored:
+        flipped(path, offset)
+    checks = output.looked()
+    tensors = {(c.side, where(c)[0]) for c in checks.checks if isinstance(c.what, compare.Comparison)}
+    copies = {(c.side, *where(c)[:2]) for c in checks.checks if isinstance(c.what, compare.Comparison)}
+    said = told(output.whole())[1]
+    for path, offset, _ in stored:
+        flipped(path, offset)
+    if len(tensors) < len(checks.checks) and "worked out" in said:
+        return  # what is computed is told of by itself
+    wrong, total = re.findall(r"(\d+) of (\d+) tensors differ", said)[0]
+    assert int(wrong) == len(tensors) == int(total)
+    names = re.findall(r"`([^`]+)`: ", said)
+    assert len(set(names)) == len(names) == min(5, len(tensors))
+    assert ("more cop" in said) <= (len(copies) > len(tensors))
 
 
 def where(check: Check) -> tuple[Any, ...]:

@@ -36,6 +36,8 @@ class Beginning:
     force: bool
     """Replace DST, and what an interrupted run left."""
     resume: bool
+    verify: bool
+    """This process was asked to verify DST. Of several, the one that completes it does."""
     stop: Event
     """Set when the run is to end: nobody may wait any longer."""
 

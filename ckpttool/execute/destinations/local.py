@@ -74,8 +74,10 @@ class LocalDestination:
         else:
             name = dst.name
         self.path = parent / name
-        self.partial = parent / (name + ".partial")
-        self.replaced = parent / f".{name}.ckpttool-replaced"
+        self.partial, self.replaced = self.path, self.path
+        if name:
+            self.partial = system.beside(self.path, after=".partial")
+            self.replaced = system.beside(self.path, ".", ".ckpttool-replaced")
         self._fd = -1
         self._directory = -1
 
@@ -97,6 +99,10 @@ class LocalDestination:
         if not os.access(parent, os.W_OK | os.X_OK):
             what = "the directory that is to hold the destination cannot be written"
             raise OutputError(what, where=str(parent), hint="choose a DST in a directory that you may write")
+        longest = system.longest_name(parent)
+        if len(os.fsencode(self.path.name)) > longest:
+            what = f"the name of the destination is longer than the {longest} bytes that the filesystem allows"
+            raise OutputError(what, where=str(self.given), hint="choose a shorter name")
         resolved = [os.path.realpath(s) for s in _local(sources)]
         holders = [os.path.realpath(r) for r in _local(roots)] or sorted({str(Path(s).parent) for s in resolved})
         self._check_apart([*resolved, *[os.path.realpath(c) for c in _local(carried)]], holders)

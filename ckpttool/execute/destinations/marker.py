@@ -57,6 +57,8 @@ class State:
     """Of ckpttool, which all members have."""
     hashes: list[str] = field(default_factory=list)
     """Algorithms of the checksums that all members take."""
+    verify: bool = False
+    """Of a member: it was asked to verify DST, now or in an earlier attempt."""
 
     def to_json(self) -> bytes:
         return json.dumps({"ckpttool-partial": VERSION, **asdict(self)}).encode()
@@ -89,6 +91,8 @@ class State:
         if self.holder is not None:
             self.holder.check()
         if not all(type(t) is str for t in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise TypeError
+        if type(self.verify) is not bool:
             raise TypeError
 
 

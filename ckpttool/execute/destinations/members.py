@@ -207,6 +207,12 @@ class Meeting:
         assert claim is not None  # noqa: S101 - it waits, or raises
         return claim
 
+    def ask_verify(self) -> bool:
+        """Ask whoever completes DST to verify it. Returns whether that one will know: who has begun to has looked."""
+        self.folder.put_new(VERIFY, b"")
+        name = self.output()
+        return name == _OUTPUT or not (name or self.is_committed())
+
     # -- what there is
 
     def fresh_names(self) -> list[str]:
@@ -329,7 +335,7 @@ class Meeting:
     def is_pointless(self) -> bool:
         """Whether nothing was begun here that could be continued, and nothing is anybody else's."""
         with contextlib.suppress(OSError):
-            return all(n.startswith((MEMBERS, PREFIX, TEMPORARY)) for n in self.folder.names())
+            return all(n.startswith((MEMBERS, VERIFY, PREFIX, TEMPORARY)) for n in self.folder.names())
         return False
 
     def clear_if_last(self) -> None:
@@ -412,6 +418,8 @@ class MemberDestination(_Shared):
         """Of each output, what this part must not write."""
         self.edges: Callable[[], Sequence[Edge]] = list
         """What it has kept instead since this was last called."""
+        self.verify_is_known = False
+        """Whoever completes DST knows that this part was asked to verify it."""
         self._plan: Plan
         self._tasks: Sequence[Task] = ()
         self._shares: list[list[int]] = []
@@ -447,10 +455,10 @@ class MemberDestination(_Shared):
             self._settle_committing(force=beginning.force)
             super().check_absent(force=beginning.force)
             meeting.know_failures()
+            self.verify_is_known = beginning.verify and meeting.ask_verify()
             survey = Survey(self._plan, self._tasks)
             self._shares = survey.cut(self.member.of)
             self.pages = survey.shared_pages(self._shares)[self.member.number - 1]
-            self._begin_journal(parts)
             self.partial = meeting.path / _OUTPUT / _FILES
             self._paths = [self.partial / o.name for o in self._plan.outputs]
             return self._to_continue(meeting.union())
@@ -487,7 +495,8 @@ class MemberDestination(_Shared):
                 meeting.remove_all()
         raise CommittedError
 
-    def _begin_journal(self, parts: int) -> None:
+    def _begin_journal(self) -> None:
+        parts = sum([len(t.parts) for t in self._tasks])
         assert self._part is not None  # noqa: S101 - begin has taken it
         name = f"{JOURNAL}.{self.member.number}-{self.member.of}.{self._part.me.token[:16]}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -531,6 +540,8 @@ class MemberDestination(_Shared):
             if not name and meeting.is_committed():
                 raise CommittedError
             meeting.watch_made()
+            # Not before: with a journal, a part that has nothing to do is no longer waited for, and has to know DST.
+            self._begin_journal()
             self._linked = self._read_linked(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
         except OSError as e:
             raise gone(e, self.meeting.path) from e
@@ -644,6 +655,8 @@ class CommitDestination(_Shared):
         self._linked = linked
         self.linked_outputs: set[str] = set()
         """Those that share their bytes with a source."""
+        self.is_to_verify = False
+        """A part was asked to verify DST."""
         self._commit: Claim | None = None
         self._edges: list[Edge] = []
 
@@ -664,6 +677,7 @@ class CommitDestination(_Shared):
             name, mine = meeting.output(), f"{_OUTPUT}-{self._commit.me.token}"
             (meeting.path / name).rename(meeting.path / mine)
             meeting.folder.sync()
+            self.is_to_verify = VERIFY in meeting.fresh_names()
             self.partial = meeting.path / mine / _FILES
             self._paths = [self.partial / o.name for o in beginning.plan.outputs]
             self._put_back(force=beginning.force)

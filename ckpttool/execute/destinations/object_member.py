@@ -4,7 +4,8 @@ They have nothing in common but the store. While DST is being made there are
 
     .ckpttool-partial.json             the marker: the plan, how many members, and the uploads. Nobody holds it but
                                        the member that begins the uploads, and the one that completes DST
-    .ckpttool-partial/part-I-N.json    of each member: it is at work, or done. Written again every ``marker.BEAT`` s
+    .ckpttool-partial/part-I-N.json    of each member: it is at work, or done, and whether it was asked to verify DST.
+                                       Written again every ``marker.BEAT`` s
     .ckpttool-partial/RUN-...json      hashes that members have taken
 
 The steps:
@@ -82,6 +83,8 @@ class ObjectMember(ObjectDestination):
         """Parts that need not be done again, by anybody."""
         self.wrong = False
         """The input is: nothing that there is can be of use."""
+        self.verify_is_known = False
+        """Whoever completes DST knows that this part was asked to verify it."""
         self._digest = ""
         self._branch: ObjectBranch | None = None
         self._part = Marker(store, self._part_key(member.number), self._text)
@@ -113,7 +116,8 @@ class ObjectMember(ObjectDestination):
             self._cut(plan, state.chunk)
             for o in self._objects.values():
                 o.upload = state.uploads.get(o.name, "")
-            self._mine = self._take_part(state)
+            self._mine = self._take_part(state, verify=beginning.verify)
+            self.verify_is_known = beginning.verify and not self._is_being_completed()
             sums = self._noted_sums()
             self._each(self._ask, self._objects.values())
             return self._choose(beginning, state, sums)
@@ -237,9 +241,10 @@ class ObjectMember(ObjectDestination):
         sizes = dict(self._store.objects(self._keys.prefix))
         return all(sizes.get(self._keys.at(o.name)) == o.size for o in self._plan.outputs)
 
-    def _take_part(self, state: State) -> State:
+    def _take_part(self, state: State, *, verify: bool) -> State:
         """Say that this part is at work. Raises HeldError when another process does it."""
-        mine = replace(state, state=WRITING, uploads={}, holder=None)
+        verify = verify or self._is_to_verify(self.member.number)
+        mine = replace(state, state=WRITING, uploads={}, holder=None, verify=verify)
         seen = ""
         while True:
             found = self._part.find()
@@ -303,11 +308,27 @@ class ObjectMember(ObjectDestination):
         return tuple(waiting)
 
     def _is_done(self, number: int) -> bool:
+        state = self._said_by(number)
+        return state is not None and state.state == DONE
+
+    def _said_by(self, number: int) -> State | None:
+        """What a member of this run has said of itself."""
         found = self._store.get(self._part_key(number))
-        if found is None:
-            return False
-        state = State.read(found.data, self._text)
-        return state.run == self._run and state.state == DONE
+        state = None if found is None else State.read(found.data, self._text)
+        return state if state is not None and state.run == self._run else None
+
+    def _is_to_verify(self, number: int) -> bool:
+        state = self._said_by(number)
+        return state is not None and state.verify
+
+    def is_to_verify(self) -> bool:
+        """Whether a member was asked to verify DST."""
+        return any(self._is_to_verify(i) for i in range(1, self.member.of + 1))
+
+    def _is_being_completed(self) -> bool:
+        """Whether a member is at it, or was: it has looked what the others were asked."""
+        found = self._marker.find()
+        return found is None or State.read(found.data, self._text).holder is not None
 
     def committer(self) -> ObjectCommit:
         """All parts are done: what completes DST."""
@@ -355,6 +376,8 @@ class ObjectCommit(ObjectDestination):
     def __init__(self, dst: Place, store: Store, member: ObjectMember, threads: int) -> None:
         super().__init__(dst, store, single=member.single, threads=threads, one_of=_spool_of(member.member))
         self._ours = member
+        self.is_to_verify = False
+        """A member was asked to verify DST."""
 
     def check(self, sources: Sequence[str], roots: Sequence[str], *, force: bool, carried: Sequence[str] = ()) -> None:
         """The part has done it."""
@@ -384,6 +407,7 @@ class ObjectCommit(ObjectDestination):
                 time.sleep(LOOK_EVERY)
                 continue
             self._state = state
+            self.is_to_verify = self._ours.is_to_verify()
             return state, True
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:

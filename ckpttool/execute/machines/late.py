@@ -7,9 +7,11 @@ and sizes. So it is proven: such a part compares its share of DST with the sourc
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, VerifyError
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.engine import filled
 from ckpttool.execute.options import Member, RunOptions, unwatched
@@ -45,6 +47,26 @@ def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:
         stop_reading()
         raise
     return True
+
+
+def verifying(options: RunOptions) -> RunOptions:
+    """The options of a run that completes DST, where another part was asked to verify it."""
+    return replace(options, verify=options.verify or options.prove)
+
+
+def verify_made(dst: Place, options: RunOptions) -> float:
+    """Verify DST, which a part has completed that was not asked to, and could not know that this one is.
+
+    Returns the seconds it took. Raises VerifyError.
+    """
+    assert options.verify is not None  # noqa: S101 - the caller has looked
+    began = time.perf_counter()
+    try:
+        options.verify(dst.parent if options.single else dst, unwatched)
+    except VerifyError as e:
+        hint = "another part has completed DST, without --verify, and it stays: remove it, and run all parts again"
+        raise VerifyError(e.what, where=e.where, hint=hint) from None
+    return time.perf_counter() - began
 
 
 def _has_literals(folder: Path, output: Output) -> bool:

@@ -23,7 +23,7 @@ from ckpttool.execute.engine import Hands, Run, write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
 from ckpttool.execute.journal import Edge, Finished
 from ckpttool.execute.machines.held import Held
-from ckpttool.execute.machines.late import is_made
+from ckpttool.execute.machines.late import is_made, verify_made, verifying
 from ckpttool.execute.options import (
     Checksum,
     Member,
@@ -54,7 +54,8 @@ def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: P
         if not isinstance(destination, MemberDestination) or not is_made(plan, destination.path, member, options):
             raise
         said = f"DST is there already, and what {member} has to make of it is equal to the sources"
-        return _ended(progress, _nothing_done(plan, options), said, Standing(member, committed=True))
+        done = replace(_nothing_done(plan, options), verified=options.verify is not None)
+        return _ended(progress, done, said, Standing(member, committed=True))
     finally:
         if freezes:
             gc.unfreeze()
@@ -68,8 +69,20 @@ def _share(plan: Plan, destination: Destination, options: RunOptions, progress: 
     return share(plan, destination, options, progress)
 
 
+class _Joined(Protocol):
+    """DST for a process that does its part."""
+
+    verify_is_known: bool
+
+    @property
+    def given(self) -> Place: ...
+
+
 class _Part(Protocol):
     """A share of a run, and what comes after the last one."""
+
+    @property
+    def destination(self) -> _Joined: ...
 
     options: RunOptions
     plan: Plan
@@ -91,11 +104,15 @@ def _together(mine: _Part, member: Member) -> RunResult:
         made = mine.commit().go()
     except CommittedError:
         said = f"{member} is done; another part has completed DST"
+        if mine.options.verify is not None:
+            seconds = 0.0 if mine.destination.verify_is_known else verify_made(mine.destination.given, mine.options)
+            result = replace(result, verified=True, verify_seconds=seconds, seconds=result.seconds + seconds)
         return _ended(mine.progress, result, said, Standing(member, committed=True))
     return replace(
         result,
         seconds=result.seconds + made.seconds,
         verify_seconds=made.verify_seconds,
+        verified=made.verified,
         manifest=made.manifest,
         notes=[*result.notes, *(n for n in made.notes if n not in result.notes)],
         standing=Standing(member, committed=True),
@@ -247,6 +264,12 @@ class _Commit(Run):
     """What comes after the last share: everything is written, and DST is not there yet."""
 
     destination: CommitDestination
+
+    def _begin(self) -> Finished:
+        finished = super()._begin()
+        if self.destination.is_to_verify:
+            self.options = verifying(self.options)
+        return finished
 
     def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
         self.shown = self.plan.bytes_written

@@ -17,6 +17,7 @@ from ckpttool.execute.destinations.object_member import ObjectCommit, ObjectMemb
 from ckpttool.execute.engine import Hands, Run
 from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
+from ckpttool.execute.machines.late import verifying
 from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions
 from ckpttool.execute.schedule import Part
 from ckpttool.plan import Plan
@@ -116,6 +117,12 @@ class SentCommit(Run):
     """What comes after the last share: the store has nearly everything, and DST is not there yet."""
 
     destination: ObjectCommit
+
+    def _begin(self) -> Finished:
+        finished = super()._begin()
+        if self.destination.is_to_verify:
+            self.options = verifying(self.options)
+        return finished
 
     def _announce(self, finished: Finished, parts: Sequence[Part]) -> None:
         self.shown = self.plan.bytes_written

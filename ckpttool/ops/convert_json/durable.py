@@ -45,7 +45,7 @@ class Replacement:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.partial")
+        self.temporary = system.beside(path, ".", ".partial")
         self.fd = -1
 
     def __enter__(self) -> Self:

@@ -280,7 +280,7 @@ def restore(backup: Path, file: Path, *, dry_run: bool = False) -> HeaderResult:
 
 
 def _backup_of(path: Path) -> Path:
-    return path.with_name(path.name + BACKUP)
+    return system.beside(path, after=BACKUP)
 
 
 def _refuse_backup(path: Path) -> None:

@@ -276,7 +276,7 @@ def execute(
         prove=check,
     )
     result = run(plan, place, options, progress)
-    return MergeResult(prepared, place, result, verify and result.committed, _distances(prepared, measurement), hashes)
+    return MergeResult(prepared, place, result, result.verified, _distances(prepared, measurement), hashes)
 
 
 def _noted(prepared: PreparedMerge, hashes: dict[str, str], digests: Mapping[str, str]) -> bytes:
