@@ -208,6 +208,27 @@ def test_names_in_memory(tmp_path: Path) -> None:
     assert "which is 6 tensors in the base" in refused.err
 
 
+NEOX = {
+    "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 19,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [(), ("embed_out.weight",), ("lm_head.weight",)], ids=["once", "twice", "renamed"])
+def test_a_tied_head_that_has_two_names_is_set_apart_once(tmp_path: Path, stored: tuple[str, ...]) -> None:
+    """The name that transformers has in memory is PEFT's; one head is written, under the name of files."""
+    base = random(**{"gpt_neox.embed_in.weight": (19, 8), "gpt_neox.final_layer_norm.weight": (8,)})
+    held = {**base, **{n: base["gpt_neox.embed_in.weight"].copy() for n in stored}}
+    source = model(tmp_path / "base", {**NEOX, "tie_word_embeddings": True}, held)
+    trained = random(**{"lm_head.weight": (19, 8)})
+    found = merged(tmp_path, source, adapter(tmp_path / "adapter", trained))
+    head = "lm_head.weight" if "lm_head.weight" in stored else "embed_out.weight"
+    assert found.keys() == base.keys() | {head}
+    assert np.array_equal(found[head], trained["lm_head.weight"])
+    assert np.array_equal(found["gpt_neox.embed_in.weight"], base["gpt_neox.embed_in.weight"])
+    assert json.loads((tmp_path / "dst/config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_a_head_is_no_other_tensor(tmp_path: Path) -> None:
     """Names may begin otherwise in a base, but a module keeps its own."""
     source = model(tmp_path / "base", {}, random(**{"embed.weight": (19, 8)}))

@@ -12,7 +12,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.statements import Transform, inverse
-from ckpttool.ops.merge.ties import tied_names, without_copies
+from ckpttool.ops.merge.ties import tied_names, under_one_name, without_copies
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -131,7 +131,8 @@ class Models:
             self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
-            model.ties = {c: o for c, o in ties.items() if c not in model.views and o in model.views}
+            known = under_one_name(ties, checkpoint.family)
+            model.ties = {c: o for c, o in known.items() if c not in model.views and o in model.views}
             model.ops = checkpoint.ops if as_they_are else ()
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
