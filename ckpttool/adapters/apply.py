@@ -19,8 +19,9 @@ from ckpttool.formats.base import ModelForm
 from ckpttool.relate import DerivedTensor, deinterleave, take
 from ckpttool.select import nearest_hint
 
-InOut = Callable[[str], bool]
-"""Whether the base stores the weight of that name, of a linear layer, as [in, out]."""
+InOut = Callable[[str], bool | None]
+"""Whether the base stores the weight of that name, of a linear layer, as [in, out]; None where no rule says it, which
+is [out, in] for a layer and open for experts in one tensor."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -137,8 +138,9 @@ class _Match:
         self.adapter = adapter
         self.base = base
         self.said = in_out
+        """As ``in_out`` of ``adapt``."""
         self.as_trained = as_trained
-        self.in_out: InOut = in_out or (lambda _: adapter.in_out)
+        self.in_out = (lambda n: bool(in_out(n))) if in_out is not None else (lambda _: adapter.in_out)
         self.kv_heads = kv_heads
         self.table: dict[str, Change] = {}
         self.notes = list(adapter.notes)
@@ -279,7 +281,7 @@ class _Match:
 
     def _whole(self, name: str, view: DerivedTensor, *, in_place: bool) -> None:
         shape = self.base.get(name, ())
-        turned = not self.as_trained and self.said is not None and self.said(name) != self.adapter.in_out
+        turned = not self.as_trained and self.said is not None and self.in_out(name) != self.adapter.in_out
         if turned and len(view.shape) == 2 and name.endswith(".weight") and not name.endswith(_TABLES):
             view = transposed(view)
         if name not in self.base or view.shape != shape:
@@ -449,6 +451,10 @@ class _Match:
         # PEFT takes a module's own word for it, which is not in the files.
         experts = [(s, h.size) for s, h in zip(sizes, holders, strict=True) if not self._is_flat(h)]
         found = {size != held for size, held in experts if size[0] != size[1]} if experts else {False}
+        if not found and self.said is not None:
+            # Experts that are square in one tensor: those of a family lie as its rules say.
+            told = {self.said(h.name if h.stacked else self._spots(h.expert(0), 0)[0].name) for h in holders}
+            found = {turned for turned in told if turned is not None} if None not in told else set()
         if len(found) != 1:
             raise UnsupportedError(
                 f"shapes do not tell whether the experts of `{target}` are stored as [in, out] or as [out, in]",

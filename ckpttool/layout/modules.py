@@ -47,7 +47,7 @@ def _applied(made: Mapping[str, _Made], op: Transform, family: Family) -> dict[s
 
 
 def _fused(made: Mapping[str, _Made], op: Fuse, family: Family) -> dict[str, _Made] | None:
-    """Parts joined along the rows of matrices that are [out, in]."""
+    """Parts joined along the rows of matrices that are [out, in], or of kernels that are [out, ...]."""
     out = dict(made)
     first = pattern_regex(op.parts[0])
     for name in made:
@@ -56,7 +56,8 @@ def _fused(made: Mapping[str, _Made], op: Fuse, family: Family) -> dict[str, _Ma
         names = [expand(p, m.groupdict()) for p in op.parts]
         parts = [out.pop(n) for n in names if n in out]
         place = family.placement(name)
-        plain = place is not None and not place.rule.in_out and all(len(p.shape) == 2 for p in parts)
+        rows = place is not None and (place.rule.axis == 0 or all(len(p.shape) == 2 for p in parts))
+        plain = place is not None and rows and not place.rule.in_out
         if len(parts) < len(names) or not plain or len({p.shape[1:] for p in parts}) > 1:
             return None
         at, shares = 0, []

@@ -208,6 +208,65 @@ def test_names_in_memory(tmp_path: Path) -> None:
     assert "which is 6 tensors in the base" in refused.err
 
 
+NEOX = {
+    "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 19,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [(), ("embed_out.weight",), ("lm_head.weight",)], ids=["once", "twice", "renamed"])
+def test_a_tied_head_that_has_two_names_is_set_apart_once(tmp_path: Path, stored: tuple[str, ...]) -> None:
+    """The name that transformers has in memory is PEFT's; one head is written, under the name of files."""
+    base = random(**{"gpt_neox.embed_in.weight": (19, 8), "gpt_neox.final_layer_norm.weight": (8,)})
+    held = {**base, **{n: base["gpt_neox.embed_in.weight"].copy() for n in stored}}
+    source = model(tmp_path / "base", {**NEOX, "tie_word_embeddings": True}, held)
+    trained = random(**{"lm_head.weight": (19, 8)})
+    found = merged(tmp_path, source, adapter(tmp_path / "adapter", trained))
+    head = "lm_head.weight" if "lm_head.weight" in stored else "embed_out.weight"
+    assert found.keys() == base.keys() | {head}
+    assert np.array_equal(found[head], trained["lm_head.weight"])
+    assert np.array_equal(found["gpt_neox.embed_in.weight"], base["gpt_neox.embed_in.weight"])
+    assert json.loads((tmp_path / "dst/config.json").read_text())["tie_word_embeddings"] is False
+
+
+def experts(kind: str) -> tuple[dict[str, Any], Tensors]:
+    """The config of a family, and its experts, as square as OLMoE's [1024 + 1024, 2048]."""
+    config = {**LLAMA, "architectures": [], "model_type": kind, "num_experts": 2, "num_local_experts": 2, "intermediate_size": 4}
+    at = "model.layers.0.mlp."
+    if kind == "gpt_oss":  # [in, out]
+        return config, random(**{f"{at}experts.gate_up_proj": (2, 8, 8), f"{at}router.weight": (2, 8)})
+    names = [f"{at}experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up")]
+    return config, random(**dict.fromkeys(names, (4, 8)), **{f"{at}gate.weight": (2, 8)})
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "gpt_oss"])
+def test_a_family_says_how_square_experts_lie(tmp_path: Path, kind: str) -> None:
+    config, base = experts(kind)
+    at, r = "model.layers.0.mlp.experts", 2
+    values = random(**{f"{at}.lora_A.weight": (2 * r, 8), f"{at}.lora_B.weight": (8, r * 2)})
+    one = adapter(tmp_path / "adapter", values, target_parameters=["experts.gate_up_proj"])
+    found = merged(tmp_path, model(tmp_path / "base", config, base), one)
+    a, b = values[f"{at}.lora_A.weight"], values[f"{at}.lora_B.weight"]
+    for e in range(2):
+        change = b.reshape(8, r, 2)[:, :, e] @ a.reshape(2, r, 8)[e]  # [out, in]
+        if kind == "gpt_oss":
+            same(found[f"{at}.gate_up_proj"][e], base[f"{at}.gate_up_proj"][e] + change.T)
+        else:
+            for part, rows in (("gate", change[:4]), ("up", change[4:])):
+                name = f"{at}.{e}.{part}_proj.weight"
+                same(found[name], base[name] + rows)
+
+
+def test_square_experts_that_no_rule_knows(tmp_path: Path) -> None:
+    at = "model.layers.0.some.experts"
+    base = model(tmp_path / "base", LLAMA, random(**{f"{at}.gate_up_proj": (2, 8, 8)}))
+    values = random(**{f"{at}.lora_A.weight": (4, 8), f"{at}.lora_B.weight": (8, 4)})
+    one = adapter(tmp_path / "adapter", values, target_parameters=["experts.gate_up_proj"])
+    refused = ckpttool("merge", f"{base}+{one}", "-o", tmp_path / "dst")
+    assert refused.code == 1
+    assert "shapes do not tell whether the experts" in refused.err
+
+
 def test_a_head_is_no_other_tensor(tmp_path: Path) -> None:
     """Names may begin otherwise in a base, but a module keeps its own."""
     source = model(tmp_path / "base", {}, random(**{"embed.weight": (19, 8)}))

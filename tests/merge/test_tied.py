@@ -209,6 +209,22 @@ def test_the_embeddings_of_t5_are_one_whatever_the_config_says_of_the_head(tmp_p
     assert config_of(tmp_path / "dst")["tie_word_embeddings"] is flag
 
 
+@pytest.mark.parametrize("stored", [(), (HEAD,), ("model.shared.weight",)], ids=["alone", "and head", "and shared"])
+def test_a_decoder_of_bart_alone_has_no_shared_embedding(tmp_path: Path, stored: tuple[str, ...]) -> None:
+    """BartForCausalLM: written under the name that its class has, unless a model stores the shared one."""
+    config = {"model_type": "bart", "architectures": ["BartForCausalLM"], "tie_word_embeddings": True}
+    embedding = "model.decoder.embed_tokens.weight"
+    rng = np.random.default_rng(0)
+    values = {folder: rng.standard_normal((6, 4)) for folder in "ab"}
+    for folder, names in (("a", (embedding,)), ("b", (embedding, *stored))):
+        save(tmp_path / folder, dict.fromkeys(names, bf16(values[folder])), config)
+    merge(tmp_path / "a", tmp_path / "b", "--weights", "0.5,0.5", "--dtype", "f32", "-o", tmp_path / "dst", "--verify")
+    written = read(tmp_path / "dst" / "model.safetensors")
+    assert set(written) == {"model.shared.weight" if "model.shared.weight" in stored else embedding}
+    wanted = sum(0.5 * floats(bf16(v)) for v in values.values())
+    np.testing.assert_allclose(floats(next(iter(written.values()))), wanted, atol=1e-6)
+
+
 def test_an_unknown_family(tmp_path: Path) -> None:
     config = {"model_type": "nobody_knows", "tie_word_embeddings": True}
     for folder in "ab":

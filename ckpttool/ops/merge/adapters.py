@@ -210,7 +210,7 @@ def _orientation(model: Model, adapter: Adapter) -> InOut | None:
         return lambda _: True  # nothing says what the model is, so its names and orientation are still its own
     if not dialect(adapter.dialect).in_out:
         place = model.checkpoint.family.placer(model.ops)
-        return (lambda n: (p := place(n)) is not None and p.rule.in_out) if _is_known(model) else None
+        return (lambda n: p.rule.in_out if (p := place(n)) is not None else None) if _is_known(model) else None
     named = any(n.startswith("model.") for n in model.views)
     torch = not model.checkpoint.capabilities.keeps_form or (stored.metadata.get("format") == "pt" and named)
     return (lambda _: False) if torch else None

@@ -12,7 +12,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.statements import Transform, inverse
-from ckpttool.ops.merge.ties import tied_names, without_copies
+from ckpttool.ops.merge.ties import tied_names, under_one_name, with_stored_owners, without_copies
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -123,15 +123,18 @@ class Models:
         forms = {(c.format, c.ops) for c in checkpoints.values()}
         as_they_are = len(forms) == 1 and reader(next(iter(forms))[0]).capabilities.keeps_form
         left: dict[str, None] = {}
+        weights = {p: _weights(p, c, self.component, canonical=not as_they_are) for p, c in checkpoints.items()}
+        tables = [views.table for views in weights.values()]
         for path, checkpoint in checkpoints.items():
-            views = _weights(path, checkpoint, self.component, canonical=not as_they_are)
-            ties = tied_names(checkpoint, views.table, canonical=not as_they_are)
-            views = without_copies(views, ties, self.removed)
+            ties = tied_names(checkpoint, weights[path].table, canonical=not as_they_are)
+            ties = with_stored_owners(ties, tables)
+            views = without_copies(weights[path], ties, self.removed)
             self.notes += [f"{path}: {n}" for n in views.notes]
             self.tied += views.tied
             model = _model(path, checkpoint, views.table, self.dequant, self.notes)
             model.derived = _derived(checkpoint, self.component)
-            model.ties = {c: o for c, o in ties.items() if c not in model.views and o in model.views}
+            known = under_one_name(ties, checkpoint.family)
+            model.ties = {c: o for c, o in known.items() if c not in model.views and o in model.views}
             model.ops = checkpoint.ops if as_they_are else ()
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)

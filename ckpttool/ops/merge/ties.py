@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.formats.config import EMBEDDINGS, HEADS, ties_head
+from ckpttool.layout.family import Family
 from ckpttool.layout.statements import Rename
 from ckpttool.relate import TensorTable
 from ckpttool.select import compile_pattern
@@ -38,6 +40,33 @@ def tied_names(checkpoint: Checkpoint, names: Mapping[str, object], *, canonical
         # The bare name is that in files of a model that was saved without its head.
         held[own(copy)] = bare if bare in names and whole not in names else whole
     return {c: o for c, o in held.items() if c != o}
+
+
+def under_one_name(ties: Mapping[str, str], family: Family) -> dict[str, str]:
+    """Without the names in memory of copies that are there under those of files."""
+    other = set()
+    for naming in family.spec.hf_namings:
+        renames = [op for op in family.statements(naming) if isinstance(op, Rename)]
+        for copy in ties:
+            name = reduce(lambda n, op: op.forward(n), renames, copy)
+            other |= {name} - {copy}
+    return {c: o for c, o in ties.items() if c not in other}
+
+
+def with_stored_owners(ties: Mapping[str, str], tables: Collection[Collection[str]]) -> dict[str, str]:
+    """The ties of models with these names, where an embedding owns the others if no model stores the owner.
+
+    A decoder of its own has no embedding that an encoder shares.
+    """
+    owners = dict(ties)
+    for owner in {*ties.values()}:
+        copies = [c for c, o in ties.items() if o == owner]
+        stored = [n for n in (owner, *copies) if any(n in t for t in tables)]
+        embeddings = [n for n in stored if n.endswith(EMBEDDINGS)]
+        if owner not in stored and len(embeddings) == 1:
+            owners |= {c: embeddings[0] for c in copies if c != embeddings[0]}
+            del owners[embeddings[0]]
+    return owners
 
 
 def without_copies(views: TensorTable, ties: Mapping[str, str], removed: Sequence[str]) -> TensorTable:
