@@ -314,6 +314,50 @@ def test_ranks_that_changed_places_are_refused(save: Callable[[str], Path], tmp_
     assert "`param_slice_mappings` puts `" in error
 
 
+@pytest.mark.parametrize("options", [("--to", "hf"), ("--to", "universal"), ("--to", "hf", "--only", "model")])
+@pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16", "z3sgd"])
+def test_ranks_of_different_steps_are_refused(
+    save: Callable[[str], Path], tmp_path: Path, case: str, options: tuple[str, ...]
+) -> None:
+    """As when the files of one node are those of another save; the file of each rank says how many steps it is of."""
+    there = save(case)
+
+    def later(value: dict[str, Any]) -> None:
+        state = value["optimizer_state_dict"]
+        state.pop("param_slice_mappings", None)
+        inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        for held in inner if isinstance(inner, list) else inner["state"].values():
+            held["step"] = 4
+
+    for rank in (0, 1) if case == "z3sgd" else (1,):  # SGD counts no steps: both say it
+        edit(optim(there, rank), later if rank else lambda value: _counting(value, 3))
+    error = refused(there, tmp_path / "out", *options)
+    assert "a rank's optimizer has taken 3 steps, another's 4" in error
+    assert "rank_1_mp_rank_00_optim_states.pt" in error
+    assert "[ranks-differ]" in command("inspect", there, "--check").out
+
+
+def _counting(value: dict[str, Any], steps: int) -> None:
+    value["optimizer_state_dict"].pop("param_slice_mappings", None)
+    for held in value["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        held["step"] = steps
+
+
+@pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16"])
+def test_model_states_of_another_step_are_noted(save: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    there = save(case)
+
+    def later(value: dict[str, Any]) -> None:
+        value["global_steps"] = 9
+
+    said = "the model states are of step 9, and the optimizer has taken 3"
+    assert said not in reshard(there, tmp_path / "before", "--to", "hf").err
+    edited(there, later, model=True)
+    assert said in reshard(there, tmp_path / "out", "--to", "hf").err
+    edited(there, lambda value: value.update(skipped_steps=6), model=True)
+    assert said not in reshard(there, tmp_path / "skipped", "--to", "hf").err
+
+
 @pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16"])
 def test_elements_that_do_not_fit_are_never_shifted(save: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     there = save(case)

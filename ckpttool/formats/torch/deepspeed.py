@@ -124,6 +124,7 @@ class _Reader:
             paths = [self.save.path(n) for n in names]
             frozen = zero_files.frozen_parameters(states, file, paths, self.files, self.shards)
         partitions = partitions_of(self.ranks, states.groups, stage3=stage3) if optim else None
+        self._steps(states, partitions.steps() if partitions else [])
         masters = self._whole(partitions.masters()) if partitions else {}
         self._emit(zero_files.model_weights(states, file, masters | frozen, self.dtypes), masters)
         left = self._optimizer(partitions) if partitions else []
@@ -206,6 +207,15 @@ class _Reader:
                 finding="ranks-differ",
             )
         return here
+
+    def _steps(self, states: ModelStates, taken: Sequence[int]) -> None:
+        """Note model states of another step; an optimizer may have begun later than the model, too."""
+        said = zero_files.step_of(states)
+        if taken and said is not None and said != max(taken):
+            self.notes.append(
+                f"the model states are of step {said:,}, and the optimizer has taken {max(taken):,}: the files are of"
+                " two saves, or the optimizer began later"
+            )
 
     # Tensors.
 

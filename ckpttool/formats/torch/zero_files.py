@@ -362,9 +362,13 @@ def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Ma
             plain[name] = value
         else:
             left.append(printable(name, 60))
+    return base.Training(tuple(groups), step_of(states), plain, tuple(left))
+
+
+def step_of(states: ModelStates) -> int | None:
+    """How many steps changed the model; None where the file does not say it."""
     steps, skipped = states.rest.get("global_steps"), states.rest.get("skipped_steps", 0)
-    step = steps - skipped if type(steps) is int and type(skipped) is int else None
-    return base.Training(tuple(groups), step, plain, tuple(left))
+    return steps - skipped if type(steps) is int and type(skipped) is int else None
 
 
 def list_of(value: Any) -> list[Any]:
