@@ -52,6 +52,8 @@ _STEP = 1 << 20
 """Bytes that are in memory while a CRC is taken."""
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
 """How protocols 0 and 1 write MAGIC, before torch 1.6."""
+_COUNTING = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+"""What steps are kept in, as struct has it."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
 
 
@@ -98,6 +100,15 @@ class TorchFile:
         plain = tensor.strides == contiguous_strides(tensor.shape)
         at = begin + tensor.offset * size
         return StoredTensor(name, tensor.dtype, tensor.shape, file, at, 0, None if plain else tensor.strides)
+
+    def number(self, tensor: Tensor, name: str) -> float | None:
+        """The one element of a tensor; None for several, or a dtype that counts nothing. Raises as ``place`` does."""
+        stored = self.place(tensor, name, 0)
+        if prod(stored.shape) != 1 or stored.dtype not in _COUNTING:
+            return None
+        with opened(self.info.place) as file:
+            (value,) = struct.unpack(_COUNTING[stored.dtype], file.pread(stored.nbytes, stored.offset))
+        return float(value)
 
 
 def is_torch(head: bytes) -> bool:

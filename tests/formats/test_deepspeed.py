@@ -314,6 +314,50 @@ def test_ranks_that_changed_places_are_refused(save: Callable[[str], Path], tmp_
     assert "`param_slice_mappings` puts `" in error
 
 
+@pytest.mark.parametrize("options", [("--to", "hf"), ("--to", "universal"), ("--to", "hf", "--only", "model")])
+@pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16", "z3sgd"])
+def test_ranks_of_different_steps_are_refused(
+    save: Callable[[str], Path], tmp_path: Path, case: str, options: tuple[str, ...]
+) -> None:
+    """As when the files of one node are those of another save; the file of each rank says how many steps it is of."""
+    there = save(case)
+
+    def later(value: dict[str, Any]) -> None:
+        state = value["optimizer_state_dict"]
+        state.pop("param_slice_mappings", None)
+        inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        for held in inner if isinstance(inner, list) else inner["state"].values():
+            held["step"] = 4
+
+    for rank in (0, 1) if case == "z3sgd" else (1,):  # SGD counts no steps: both say it
+        edit(optim(there, rank), later if rank else lambda value: _counting(value, 3))
+    error = refused(there, tmp_path / "out", *options)
+    assert "a rank's optimizer has taken 3 steps, another's 4" in error
+    assert "rank_1_mp_rank_00_optim_states.pt" in error
+    assert "[ranks-differ]" in command("inspect", there, "--check").out
+
+
+def _counting(value: dict[str, Any], steps: int) -> None:
+    value["optimizer_state_dict"].pop("param_slice_mappings", None)
+    for held in value["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        held["step"] = steps
+
+
+@pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16"])
+def test_model_states_of_another_step_are_noted(save: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    there = save(case)
+
+    def later(value: dict[str, Any]) -> None:
+        value["global_steps"] = 9
+
+    said = "the model states are of step 9, and the optimizer has taken 3"
+    assert said not in reshard(there, tmp_path / "before", "--to", "hf").err
+    edited(there, later, model=True)
+    assert said in reshard(there, tmp_path / "out", "--to", "hf").err
+    edited(there, lambda value: value.update(skipped_steps=6), model=True)
+    assert said not in reshard(there, tmp_path / "skipped", "--to", "hf").err
+
+
 @pytest.mark.parametrize("case", ["z1", "z2", "z3", "bf16"])
 def test_elements_that_do_not_fit_are_never_shifted(save: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     there = save(case)
@@ -378,8 +422,7 @@ def test_a_parameter_that_no_file_holds_is_named(save: Callable[[str], Path], tm
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "DeepSpeed's expert parallelism"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed's expert parallelism"),
+        ("layer_0_expert_1_mp_rank_01_model_states.pt", "several tensor-parallel ranks"),
         ("layer_03-model_00-model_states.pt", "a pipeline of DeepSpeed"),
         ("layer_03-model_states.pt", "a pipeline of DeepSpeed"),
         ("mp_rank_01_model_states.pt", "several tensor-parallel ranks"),
@@ -398,6 +441,49 @@ def test_groups_of_different_numbers_of_ranks_are_refused(save: Callable[[str], 
     there = save("z1")
     edited(there, lambda state: state["partition_count"].__setitem__(1, 1))
     assert "expert parallelism" in refused(there, tmp_path / "out", "--to", "hf")
+
+
+# -- experts
+
+
+def test_the_experts_of_all_ranks_are_read(tmp_path: Path) -> None:
+    """Each is in a file of its own; the optimizer is named, and left out."""
+    done = reshard(CASES / "moe", tmp_path / "out", "--to", "hf", "--verify")
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), tensorfile.read(CASES / "moe.safetensors"))
+    said = "its state of the experts lies on several ranks (expert parallelism), and no file says whose it is"
+    assert f"the optimizer (of a model with experts) is not read: {said}" in done.err
+    assert said in refused(CASES / "moe", tmp_path / "whole", "--to", "universal")
+    assert said in refused(CASES / "moe", tmp_path / "masters", "--to", "ranks", "--only", "master_weights")
+    reshard(CASES / "moe", tmp_path / "model", "--to", "dcp", "--only", "model", "--verify")
+
+
+def test_without_zero_the_optimizer_of_experts_is_not_read(save: Callable[[str], Path], tmp_path: Path) -> None:
+    there = save("moe")
+    for path in there.glob("global_step3/*zero_pp_rank_*"):
+        path.unlink()
+    torch_save(
+        {"optimizer": {"state": {}, "param_groups": []}}, there / "global_step3/expp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    done = reshard(there, tmp_path / "out", "--to", "hf")
+    assert "without ZeRO it has numbers in place of the names" in done.err
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "out"), tensorfile.read(CASES / "moe.safetensors"))
+
+
+def test_experts_that_are_missing_or_twice_are_refused(save: Callable[[str], Path], tmp_path: Path) -> None:
+    there = save("moe")
+    last, first = (there / f"global_step3/layer_1_expert_{i}_mp_rank_00_model_states.pt" for i in (3, 0))
+    last.rename(tmp_path / "kept")
+    error = refused(there, tmp_path / "out", "--to", "hf")
+    assert "1 file of experts is missing: layer_1_expert_3_mp_rank_00_model_states.pt" in error
+    shutil.copy(first, last)
+    error = refused(there, tmp_path / "out", "--to", "hf")
+    assert "`layers.1.deepspeed_moe.experts.deepspeed_experts.0.0.weight` is in two files" in error
+    for path in there.glob("global_step3/layer_*"):
+        path.unlink()
+    assert "fetch the files of the experts" in refused(there, tmp_path / "out", "--to", "hf")
+    for path in there.glob("global_step3/*_optim_states.pt"):
+        path.unlink()
+    assert "8 files of experts are missing" in refused(there, tmp_path / "out", "--to", "hf")
 
 
 def test_state_on_nvme_is_refused(save: Callable[[str], Path], tmp_path: Path) -> None:

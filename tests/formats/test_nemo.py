@@ -296,6 +296,19 @@ def test_chunks_that_reach_beyond_the_tensor(tmp_path: Path) -> None:
     tensorfile.assert_same(found, wanted)
 
 
+def test_chunks_without_their_description_are_refused(tmp_path: Path) -> None:
+    """Or the tensor would be gone without a word: copies often leave out names that begin with a dot."""
+    source = tmp_path / "in"
+    shutil.copytree(NEMO / "zarr", source)
+    paths = sorted(source.rglob(".zarray"))
+    assert len(paths) == 9
+    for path in paths:
+        kept = path.rename(tmp_path / "kept")
+        assert f".zarray of `{path.parent.name}` is missing" in refused(source, tmp_path / "out", "--to", "hf")
+        kept.rename(path)
+    reshard(source, tmp_path / "out", "--to", "hf")
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

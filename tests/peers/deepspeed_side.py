@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.peers.rank_group import Group
 from tests.peers.rank_training import Held, Model
@@ -37,7 +38,11 @@ def build(case: dict[str, Any]) -> Any:
     torch.manual_seed(3)
     model = Model(tied=case.get("tied", False), frozen=case.get("frozen", False))
     one_group = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    groups = model.groups() if case.get("groups") else one_group
+    return configured(case, model, model.groups() if case.get("groups") else one_group)
+
+
+def configured(case: dict[str, Any], model: nn.Module, groups: Any) -> Any:
+    """The engine of a case around a model; ``groups`` are those of its optimizer."""
     kind = getattr(torch.optim, case.get("optimizer", "AdamW"))
     optimizer = kind(groups, lr=1e-2, **case.get("optimizer_args", {}))
     config = {

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.command import refused, reshard
-from tests.peers import dcp_ranks
+from tests.peers import dcp_ranks, moe_ranks
 from tests.peers.deepspeed_side import train
 from tests.peers.rank_group import Group
 from tests.peers.rank_training import Held
@@ -140,3 +140,24 @@ def test_an_optimizer_on_the_cpu(stage: int, ranks: Callable[[int], Group], tmp_
     reshard(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
     got = load_file(tmp_path / "out" / "rank-00000-of-00001.safetensors")
     same({k: v for k, v in got.items() if not k.endswith("/step")}, held)
+
+
+# -- experts
+
+
+@pytest.mark.parametrize(("stage", "world", "ep"), [(0, 2, 2), (1, 2, 1), (1, 4, 2), (2, 2, 1), (2, 2, 2)])
+def test_experts(stage: int, world: int, ep: int, ranks: Callable[[int], Group], tmp_path: Path) -> None:
+    """All experts under their numbers among all; where each rank has all of them, the optimizer, too."""
+    case = {"stage": stage, "ep": ep, "residual": ep == 2}
+    want = ranks(world).run(moe_ranks.save, case, str(tmp_path / "save"))
+    model = {n: t for n, t in want.items() if "/" not in n}
+    reshard(tmp_path / "save", tmp_path / "hf", "--to", "hf", "--verify")
+    same(load_file(tmp_path / "hf/model.safetensors"), model)
+    if not stage or ep > 1:
+        error = refused(tmp_path / "save", tmp_path / "whole", "--to", "universal")
+        assert "the state of the experts" in error or "without ZeRO" in error or "expert parallelism" in error
+        return
+    reshard(tmp_path / "save", tmp_path / "whole", "--to", "ranks", "--tp-out", 1)
+    got = {n: t for path in (tmp_path / "whole").glob("*.safetensors") for n, t in load_file(path).items()}
+    same({n: t for n, t in got.items() if not n.endswith("/step")}, want)
+    assert len(want) > 3 * len(model)

@@ -12,6 +12,7 @@ version 2.
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from math import ceil, prod
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ _DTYPES = {
     "|u1": "U8",
     "|b1": "BOOL",
 }
+_CHUNK = re.compile(r"\d+(\.\d+)*")
 _MOST_CHUNKS = 1 << 22
 _MOST_AXES = 32
 
@@ -47,11 +49,22 @@ _MOST_AXES = 32
 def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, Held]:
     """The tensors of a save by key; their chunks are added to ``files``.
 
-    Raises IncompleteError for chunks that are missing or cut off, CorruptError for metadata that contradicts itself,
+    Raises IncompleteError for files that are missing or cut off, CorruptError for metadata that contradicts itself,
     UnsupportedError for compressed chunks, another version of zarr and other types.
     """
-    found = [n for n in listing.folders() if ARRAY in listing.inside(n).names]
-    return {key: _Array(listing.inside(key), key).read(files) for key in found}
+    out = {}
+    for key in listing.folders():
+        inside = listing.inside(key)
+        if ARRAY in inside.names:
+            out[key] = _Array(inside, key).read(files)
+        elif chunk := next((n for n in inside.names if _CHUNK.fullmatch(n)), ""):
+            raise IncompleteError(
+                f"{ARRAY} of `{printable(key)}` is missing, and its chunks are here ({chunk}, ...)",
+                where=str(inside.path(ARRAY)),
+                hint="fetch the files again: many tools leave out names that begin with a dot",
+                finding="chunk-missing",
+            )
+    return out
 
 
 class _Array:

@@ -34,7 +34,8 @@ from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.torch import zero_files
+from ckpttool.formats.torch import zero_experts, zero_files
+from ckpttool.formats.torch.optimizer import refuse
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
@@ -74,7 +75,10 @@ class DeepSpeed:
         """
         stored, reader = zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)
         stored.sharding, stored.native = max(1, len(reader.ranks)), reader.scaler
-        if reader.plain is not None:
+        if reader.shared is not None:
+            refuse(stored, "of a model with experts", reader.shared)
+            stored.refused["master_weights"] = reader.shared
+        elif reader.plain is not None:
             add_optimizer(stored, *reader.plain)
         return stored
 
@@ -98,16 +102,19 @@ class _Reader:
     ranks: list[Rank] = field(default_factory=list)
     plain: tuple[TorchFile, Any, frozenset[str]] | None = None
     """Without ZeRO: the file with the optimizer, the optimizer, and the names of buffers."""
+    shared: UnsupportedError | None = None
+    """Why the optimizer of a model with experts is not read."""
     scaler: Record | None = None
     """Of the loss, in training with float16."""
 
     def read(self) -> base.Training:
         """Fill in everything; what is returned is what training goes on from."""
         zero_files.refuse_others(self.save)
+        experts = zero_experts.expert_files(self.save)
         optim = self._optim_files()
         for rank, torch in enumerate(read_each(read_torch, [self.save.path(name) for name in optim])):
             self._open(rank, torch)
-        count_of = self._world(len(optim))
+        count_of = self._world(len(optim), experts=bool(experts))
         stage3 = bool(optim) and stage_of(self.ranks[0].state) == 3
         names = [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(count_of)] if stage3 else []
         self._all_there(names or ["mp_rank_00_model_states.pt"])
@@ -119,13 +126,18 @@ class _Reader:
                 where=states.path,
                 hint="load the checkpoint with DeepSpeed 0.4 or newer, and save it again",
             )
+        mine = zero_experts.expert_weights(self.save, experts, states, self.files)
+        self.shared = zero_experts.shared_optimizer(self.save, states, self._counts()) if mine else None
         frozen = {}
         if stage3 and states.frozen:
             paths = [self.save.path(n) for n in names]
             frozen = zero_files.frozen_parameters(states, file, paths, self.files, self.shards)
-        partitions = partitions_of(self.ranks, states.groups, stage3=stage3) if optim else None
+        readable = optim and self.shared is None
+        partitions = partitions_of(self.ranks, states.groups, stage3=stage3) if readable else None
+        self._steps(states, partitions.steps() if partitions else [])
         masters = self._whole(partitions.masters()) if partitions else {}
-        self._emit(zero_files.model_weights(states, file, masters | frozen, self.dtypes), masters)
+        held = {n: t for n, t in (masters | frozen).items() if n not in {e.name for e in mine}}
+        self._emit([*zero_files.model_weights(states, file, held, self.dtypes), *mine], masters)
         left = self._optimizer(partitions) if partitions else []
         return self._train(states, partitions, left)
 
@@ -177,19 +189,26 @@ class _Reader:
         self.files.append(torch.info)
         return len(self.files) - 1
 
-    def _world(self, here: int) -> int:
-        """How many ranks the optimizer was shared out to. Raises IncompleteError and ConflictError."""
+    def _counts(self) -> set[int]:
+        """How many ranks each group of the optimizer was shared out to, where the files say it."""
+        said = self.ranks[0].state.get("partition_count") if self.ranks else None
+        return {n for n in (said if isinstance(said, list) else [said]) if type(n) is int}
+
+    def _world(self, here: int, *, experts: bool) -> int:
+        """How many ranks the optimizer was shared out to. Raises IncompleteError and ConflictError.
+
+        With ``experts`` it may be fewer for some groups.
+        """
         if not here:
             return 0
-        said = self.ranks[0].state.get("partition_count")
-        counts = {n for n in (said if isinstance(said, list) else [said]) if type(n) is int}
-        if len(counts) > 1:
+        counts = self._counts()
+        if len(counts) > 1 and not experts:
             raise UnsupportedError(
                 f"its groups are shared out over {some(sorted(map(str, counts)))} ranks: this is expert parallelism",
                 where=self.ranks[0].path,
-                hint="gather the experts in DeepSpeed (save_16bit_model), and give what it writes",
+                hint="fetch the files of the experts (layer_*_expert_*_model_states.pt): their weights are in them",
             )
-        world = next(iter(counts), here)  # very old saves do not say
+        world = max(counts, default=here)  # very old saves do not say
         if world > here:
             first = self.save.root / f"...zero_pp_rank_{here}_mp_rank_00_optim_states.pt"
             raise IncompleteError(
@@ -206,6 +225,15 @@ class _Reader:
                 finding="ranks-differ",
             )
         return here
+
+    def _steps(self, states: ModelStates, taken: Sequence[int]) -> None:
+        """Note model states of another step; an optimizer may have begun later than the model, too."""
+        said = zero_files.step_of(states)
+        if taken and said is not None and said != max(taken):
+            self.notes.append(
+                f"the model states are of step {said:,}, and the optimizer has taken {max(taken):,}: the files are of"
+                " two saves, or the optimizer began later"
+            )
 
     # Tensors.
 

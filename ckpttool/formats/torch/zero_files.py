@@ -39,11 +39,6 @@ MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_mo
 _POINTER_LIMIT = 4096
 _REFUSED = (
     (
-        re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
-        "DeepSpeed's expert parallelism: each rank's optimizer has experts of its own, and no file says which",
-        "gather the experts in DeepSpeed (save_16bit_model), and give what it writes",
-    ),
-    (
         re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"),
         "a pipeline of DeepSpeed (PipelineModule): its layers have numbers in place of the names of parameters",
         "convert it with the trainer's own script first (convert_checkpoint/deepspeed_to_megatron.py and others)",
@@ -170,7 +165,7 @@ def read_save(
 
 
 def refuse_others(save: Listing) -> None:
-    """Raises UnsupportedError for files of experts, of pipeline stages, and of tensor-parallel ranks."""
+    """Raises UnsupportedError for files of pipeline stages, and of tensor-parallel ranks."""
     for name in save.names:
         for pattern, what, hint in _REFUSED:
             if pattern.fullmatch(name):
@@ -224,7 +219,7 @@ def read_model_states(path: Place) -> ModelStates:
     where, value = str(path), file.value
     if not isinstance(value, dict) or "module" not in value:
         raise CorruptError("this is not a file of DeepSpeed's model states: it has no `module`", where=where)
-    if "ds_autoep_layers" in value or "autoep_layers" in value:
+    if value.get("ds_autoep_layers") or value.get("autoep_layers"):  # None of DeepSpeed's own MoE layers
         raise UnsupportedError(
             "this is a save with DeepSpeed's AutoEP: its experts are shared out over groups of their own",
             where=where,
@@ -362,9 +357,13 @@ def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Ma
             plain[name] = value
         else:
             left.append(printable(name, 60))
+    return base.Training(tuple(groups), step_of(states), plain, tuple(left))
+
+
+def step_of(states: ModelStates) -> int | None:
+    """How many steps changed the model; None where the file does not say it."""
     steps, skipped = states.rest.get("global_steps"), states.rest.get("skipped_steps", 0)
-    step = steps - skipped if type(steps) is int and type(skipped) is int else None
-    return base.Training(tuple(groups), step, plain, tuple(left))
+    return steps - skipped if type(steps) is int and type(skipped) is int else None
 
 
 def list_of(value: Any) -> list[Any]:

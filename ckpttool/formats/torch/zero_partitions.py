@@ -24,6 +24,7 @@ from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.zero_files import Run, cut, list_of, values_of
 from ckpttool.states import STEP
+from ckpttool.storage.place import Place, read_each
 
 _ORDER = {"exp_avg": 0, "exp_avg_sq": 1}
 _ONE_SAVE = "the files are not of one save, or this kind of save is not known"
@@ -198,6 +199,39 @@ class Partitions(ABC):
                 if said:
                     yield from ((name, s, v, rank) for name in unit.shapes for s, v in said.items())
                     break
+
+    def steps(self) -> list[int]:
+        """How many steps were taken with each unit, where that is counted. Four bytes of each rank's file say it.
+
+        Raises ConflictError for ranks of different steps: files of several saves that were put together.
+        """
+        every = list(read_each(self._steps, [rank.torch.info.place for rank in self.ranks], self.ranks))
+        said = []
+        for counts in zip(*every, strict=True):
+            known = {r: n for r, n in enumerate(counts) if n is not None}
+            first = next(iter(known), 0)
+            other = next((r for r, n in known.items() if n != known[first]), first)
+            if other != first:
+                raise ConflictError(
+                    f"a rank's optimizer has taken {known[first]:,g} steps, another's {known[other]:,g}",
+                    where=[self.ranks[first].path, self.ranks[other].path],
+                    hint="files of several saves were put together: take those of all ranks from one",
+                    finding="ranks-differ",
+                )
+            said += [int(known[first])] if known else []
+        return said
+
+    def _steps(self, _: Place, rank: Rank) -> list[float | None]:
+        """Of each unit what a rank says."""
+        state, groups = self._inner(rank)
+        out: list[float | None] = []
+        for unit in self.units:
+            value = state.get(unit.flats[0], {}).get(STEP)
+            if isinstance(value, Tensor):
+                out.append(rank.torch.number(value, STEP))
+            else:
+                out.append(value if type(value) in (int, float) else self._step(rank, groups, unit.flats[0]))
+        return out
 
     def _step(self, rank: Rank, groups: Sequence[dict[str, Any]], flat: int) -> int | None:
         """Of optimizers that count steps in their groups (FusedAdam)."""
