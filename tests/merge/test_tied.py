@@ -152,7 +152,7 @@ def test_patterns_for_either(tmp_path: Path, stored: tuple[str, ...]) -> None:
 
 
 def test_the_head_that_is_left_of_both(tmp_path: Path) -> None:
-    """To leave the embedding out leaves the head, as `reshard` does; where a model has none, there is nothing to merge."""
+    """The head stays, as `reshard` leaves it; where a model has none, there is nothing to merge it with."""
     for name, stored in (("a", (EMBEDDING, HEAD)), ("b", (EMBEDDING, HEAD)), ("c", (EMBEDDING,))):
         save(tmp_path / name, tied(ord(name), *stored), CONFIG)
     out = ("--remove-keys", EMBEDDING, "-o", tmp_path / "dst")

@@ -20,7 +20,6 @@ from tests.walk.merging import START, walk_merges, walk_start
 from tests.walk.run import warm
 from tests.walk.training import walk_training
 
-
 _KINDS = {"chain": walk, "merges": walk_merges, "training": walk_training}
 """Of chains: every seed has one of each."""
 

@@ -6,11 +6,12 @@ with the same table of names, whose elements are the states.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -151,75 +152,85 @@ def _path(path: Path, stem: str, suffix: str, ending: str) -> Path:
 
 def judge_states(path: Path, format_: str, optimizer: Optimizer, model: Model, table: Table, grid: Grid) -> None:
     """Raises Wrong unless every state is what it must be, the masters among them, and there is no other."""
+    judge = _Judge(format_, optimizer, model, table)
     if format_ == "unified":
-        _unified(path, optimizer, model, table)
+        _unified(path, judge)
     elif format_ == "flex":
-        _flex(path, optimizer, model, table, grid)
+        _flex(path, judge, grid)
     else:
-        _hybrid(path, optimizer, model, table, grid)
+        _hybrid(path, judge, grid)
 
 
-def _tied(model: Model, name: str) -> bool:
-    """Whether it is a second name of the embedding, under which its state may lie, or lie once more."""
-    return model.tied and name in (model.output, "lm_head.weight")
+def _nothing() -> dict[str, dict[str, Array]]:
+    """By kind and name: what is found."""
+    return {kind: {} for kind in (*KINDS, *POWERS)}
 
 
-def _compare(where: str, found: dict[str, Array], wanted: Mapping[str, Raw], model: Model, optional: set[str]) -> None:
-    """Arrays of float32. A tied weight's may lie under either name, or both."""
-    found = dict(found)
-    embedding = next((n for n in wanted if n.endswith("embed_tokens.weight") and ".layers." not in n), "")
-    for name in [n for n in found if _tied(model, n)]:
-        array = found.pop(name)
-        found.setdefault(embedding, array)
-        if array.tobytes() != found[embedding].tobytes():
-            raise Wrong(f"{where}: the state of the tied head is not that of the embedding")
-    missing = wanted.keys() - found.keys() - optional
-    extra = found.keys() - wanted.keys()
-    if missing or extra:
-        raise Wrong(f"{where}: missing {sorted(missing)[:4]}, unexpected {sorted(extra)[:4]}")
-    for name, array in found.items():
-        want = wanted[name].bits.view("<f4")
-        if array.dtype != np.float32 or array.shape != want.shape:
-            raise Wrong(f"{where}: `{name}` is {array.dtype} {array.shape}, must be F32 {want.shape}")
-        if array.tobytes() != np.ascontiguousarray(want).tobytes():
-            different = np.argwhere(np.ascontiguousarray(array).view("<u4") != want.view("<u4"))
-            raise Wrong(f"{where}: `{name}` has other bits in {len(different)} of {want.size} elements")
+@dataclass(frozen=True)
+class _Judge:
+    """Compares what lies in one place with what must be there."""
+
+    where: str
+    optimizer: Optimizer
+    model: Model
+    table: Table
+
+    def tied(self, name: str) -> bool:
+        """Whether it is a second name of the embedding, under which its state may lie, or lie once more."""
+        return self.model.tied and name in (self.model.output, "lm_head.weight")
+
+    def low(self, name: str) -> bool:
+        """Whether a weight is of 16 bits, so that it has a master."""
+        return _low(self.model, self.table, name)
+
+    def run(self, found: Mapping[str, dict[str, Array]], wanted_of: Callable[[str], dict[str, Raw]]) -> None:
+        """Raises Wrong. Arrays are float32, whole, and named as the weights are."""
+        for kind in KINDS:
+            wanted = wanted_of(kind)
+            have = self._once(found[kind], wanted)
+            if kind == "master":
+                have = self._masters(have, wanted)
+                self._compare(kind, have, {n: w for n, w in wanted.items() if n in have or self.low(n)})
+            else:
+                self._compare(kind, have, wanted)
+            if kind == MOMENTS[0]:
+                for power in POWERS:
+                    one = Raw("F32", self.optimizer.power(power).view("<u4"))
+                    self._compare(power, self._once(found[power], wanted), dict.fromkeys(wanted, one))
+
+    def _once(self, found: Mapping[str, Array], wanted: Mapping[str, Raw]) -> dict[str, Array]:
+        """A tied weight's state under the embedding's name."""
+        out = {n: a for n, a in found.items() if not self.tied(n)}
+        embedding = next((n for n in wanted if n.endswith("embed_tokens.weight") and ".layers." not in n), "")
+        for name, array in found.items():
+            if self.tied(name) and out.setdefault(embedding, array).tobytes() != array.tobytes():
+                raise Wrong(f"{self.where}: the state of `{name}` is not that of the embedding")
+        return out
+
+    def _masters(self, found: dict[str, Array], wanted: Mapping[str, Raw]) -> dict[str, Array]:
+        """Without those of parameters that have no state: such a master is the weight."""
+        for name in [n for n in found if n in self.table and n not in wanted]:
+            exact = cast(whole(self.model, {name: self.table[name]})[name], "F32")
+            array = found.pop(name)
+            if array.size == exact.bits.size and array.tobytes() != np.ascontiguousarray(exact.bits).tobytes():
+                raise Wrong(f"{self.where}: the master of `{name}` is not the weight")
+        return found
+
+    def _compare(self, kind: str, found: Mapping[str, Array], wanted: Mapping[str, Raw]) -> None:
+        where = f"{self.where}, {kind}"
+        missing, extra = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+        if missing or extra:
+            raise Wrong(f"{where}: missing {sorted(missing)[:4]}, unexpected {sorted(extra)[:4]}")
+        for name, array in found.items():
+            want = np.ascontiguousarray(wanted[name].bits)
+            if array.dtype != np.float32 or array.shape != want.shape:
+                raise Wrong(f"{where}: `{name}` is {array.dtype} {array.shape}, must be F32 {want.shape}")
+            if different := int((np.ascontiguousarray(array).view("<u4") != want.view("<u4")).sum()):
+                raise Wrong(f"{where}: `{name}` has other bits in {different} of {want.size} elements")
 
 
-def _powers(where: str, optimizer: Optimizer, kind: str, names: Mapping[str, Raw], found: dict[str, Array]) -> None:
-    for name, array in found.items():
-        want = optimizer.power(kind)
-        if array.dtype != np.float32 or array.tobytes() != want.tobytes() or array.shape != (1,):
-            raise Wrong(f"{where}: {kind} of `{name}` is {array} {array.shape}, must be {want}")
-    missing = {n for n in names if n not in found}
-    if missing:
-        raise Wrong(f"{where}: no {kind} of {sorted(missing)[:4]}")
-
-
-def _of_kind(
-    where: str,
-    optimizer: Optimizer,
-    model: Model,
-    table: Table,
-    kind: str,
-    found: dict[str, Array],
-    wanted: Mapping[str, Raw],
-) -> None:
-    if kind == "master":
-        extra = {n: a for n, a in found.items() if n in table and n not in wanted and not _tied(model, n)}
-        for name, array in extra.items():  # of what has no state: the weight itself, as Paddle's loaders want it
-            found.pop(name)
-            exact = cast(whole(model, {name: table[name]})[name], "F32")
-            if array.size == exact.bits.size and array.tobytes() != exact.bits.tobytes():
-                raise Wrong(f"{where}: the master of `{name}` is not the weight")
-        optional = {n for n in wanted if not _low(model, table, n)}
-    else:
-        optional = set()
-    _compare(f"{where}, {kind}", found, wanted, model, optional)
-
-
-def _unified(path: Path, optimizer: Optimizer, model: Model, table: Table) -> None:
-    found: dict[str, dict[str, Array]] = {k: {} for k in (*KINDS, *POWERS)}
+def _unified(path: Path, judge: _Judge) -> None:
+    found = _nothing()
     for file in sorted(path.glob("optimizer-*.safetensors")):
         for name, raw in read(file).items():
             parameter, _, kind = name.rpartition("/")
@@ -229,35 +240,12 @@ def _unified(path: Path, optimizer: Optimizer, model: Model, table: Table) -> No
     for file in sorted(path.glob("master_weights-*.safetensors")):
         for name, raw in read(file).items():
             found["master"][name] = raw.bits.view("<f4")
-    _all(
-        found,
-        "unified",
-        optimizer,
-        model,
-        table,
-        lambda kind: whole(optimizer.kinds[kind], optimizer.table(kind, table)),
-    )
+    optimizer = judge.optimizer
+    judge.run(found, lambda kind: whole(optimizer.kinds[kind], optimizer.table(kind, judge.table)))
 
 
-def _all(found, where, optimizer, model, table, wanted_of) -> None:  # type: ignore[no-untyped-def]
-    for kind in KINDS:
-        wanted = wanted_of(kind)
-        if kind == MOMENTS[0]:
-            names = dict(wanted)
-            for power in POWERS:
-                have = found[power]
-                for n in [n for n in have if _tied(model, n)]:
-                    embedding = next(
-                        (x for x in wanted if x.endswith("embed_tokens.weight") and ".layers." not in x), ""
-                    )
-                    if embedding not in have:
-                        names.pop(embedding, None)
-                _powers(where, optimizer, power, names, have)
-        _of_kind(where, optimizer, model, table, kind, found[kind], wanted)
-
-
-def _flex(path: Path, optimizer: Optimizer, model: Model, table: Table, grid: Grid) -> None:
-    found: dict[str, dict[str, Array]] = {k: {} for k in (*KINDS, *POWERS)}
+def _flex(path: Path, judge: _Judge, grid: Grid) -> None:
+    found = _nothing()
     for key, array in flex_folder(path / "optimizer_state").items():
         name, _, kind = key.rpartition(".")
         if kind not in found:
@@ -266,43 +254,36 @@ def _flex(path: Path, optimizer: Optimizer, model: Model, table: Table, grid: Gr
     if (path / "master_weight/0.metadata").exists():
         for key, array in flex_folder(path / "master_weight").items():
             found["master"][key.removesuffix(".w_0")] = array
-
-    def wanted(kind: str) -> dict[str, Raw]:
-        return flex_wanted(optimizer.kinds[kind], optimizer.table(kind, table), grid)
-
-    _all(found, "flex", optimizer, model, table, wanted)
+    optimizer = judge.optimizer
+    judge.run(found, lambda kind: flex_wanted(optimizer.kinds[kind], optimizer.table(kind, judge.table), grid))
 
 
-def _hybrid(path: Path, optimizer: Optimizer, model: Model, table: Table, grid: Grid) -> None:
+def _hybrid(path: Path, judge: _Judge, grid: Grid) -> None:
     meta = path / "model_meta.json"
     said = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
-    degrees = said.get("parallel_config", {})
-    shards, across = degrees.get("sharding_degree", 1), max(1, grid.ep // grid.tp)
-    for stage in range(grid.pp):
-        for tp in range(grid.tp):
-            for first in range(across):
-                ep = first * grid.tp + tp if grid.ep > 1 else 0
-                seat = Seat(stage, tp, ep, 0 if grid.ep > 1 or grid.etp == 1 else tp)
-                key = f"tp{tp:02d}_pp{stage:02d}" + (f"_ep{ep:02d}" if grid.ep > 1 else "")
-                static = said["sharding_metas"][key]["structure_name_mapping"] if said else None
-                where = f"hybrid {key} of {grid}, {shards} shards"
-                files = [suffix_of(grid, seat, s, shards) for s in range(shards)]
-                experts = [s for s in range(shards) if s % across == first]
-                found = _joined(path, files, experts, static, model, table)
-
-                def wanted(kind: str, seat: Seat = seat) -> dict[str, Raw]:
-                    shadow = optimizer.kinds[kind]
-                    return held_at(shadow, optimizer.table(kind, table), grid, seat, HABIT)
-
-                shapes = held_at(model, table, grid, seat, HABIT)
-                for kind in KINDS:
-                    for name, array in found[kind].items():
-                        if name in shapes:
-                            found[kind][name] = _whole(where, name, array, shapes[name].bits.shape)
-                _all(found, where, optimizer, model, table, wanted)
+    shards = said.get("parallel_config", {}).get("sharding_degree", 1)
+    across = max(1, grid.ep // grid.tp)
+    for stage, tp, first in itertools.product(range(grid.pp), range(grid.tp), range(across)):
+        ep = first * grid.tp + tp if grid.ep > 1 else 0
+        seat = Seat(stage, tp, ep, 0 if grid.ep > 1 or grid.etp == 1 else tp)
+        key = f"tp{tp:02d}_pp{stage:02d}" + (f"_ep{ep:02d}" if grid.ep > 1 else "")
+        names = said["sharding_metas"][key]["structure_name_mapping"] if said else None
+        here = replace(judge, where=f"hybrid {key} of {grid}, {shards} shards")
+        files = [suffix_of(grid, seat, s, shards) for s in range(shards)]
+        found = _joined(path, files, [s for s in range(shards) if s % across == first], names, judge)
+        shapes = {n: w.bits.shape for n, w in held_at(judge.model, judge.table, grid, seat, HABIT).items()}
+        for kind in KINDS:
+            for name in found[kind].keys() & shapes.keys():
+                found[kind][name] = _filled(here.where, name, found[kind][name], shapes[name])
+        here.run(found, partial(_share, judge.optimizer, judge.table, grid, seat))
 
 
-def _whole(where: str, name: str, array: Array, shape: tuple[int, ...]) -> Array:
+def _share(optimizer: Optimizer, table: Table, grid: Grid, seat: Seat, kind: str) -> dict[str, Raw]:
+    return held_at(optimizer.kinds[kind], optimizer.table(kind, table), grid, seat, HABIT)
+
+
+def _filled(where: str, name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    """The runs of all shards as one share; behind it are zeros."""
     size = int(np.prod(shape))
     if array.size < size or array.ravel()[size:].any():
         raise Wrong(f"{where}: `{name}` has {array.size} elements, must have {size} and zeros")
@@ -310,39 +291,43 @@ def _whole(where: str, name: str, array: Array, shape: tuple[int, ...]) -> Array
 
 
 def _joined(
-    path: Path, files: list[str], experts: list[int], static: Mapping[str, str] | None, model: Model, table: Table
+    path: Path, files: list[str], experts: list[int], names: Mapping[str, str] | None, judge: _Judge
 ) -> dict[str, dict[str, Array]]:
     """By kind and structured name: the runs of all shards, or those of the ranks that have these experts."""
-    found: dict[str, dict[str, Array]] = {k: {} for k in (*KINDS, *POWERS)}
+    found = _nothing()
     for shard, suffix in enumerate(files):
         file = _path(path, "optimizer", suffix, "pdopt")
         if not file.exists():
             raise Wrong(f"{file.name} is missing")
-        state = load(file)
-        names = static or load(_path(path, "model_state", suffix, "pdparams"))["StructuredToParameterName@@"]
-        by_static: dict[str, list[str]] = {}
-        for structured, name in names.items():
-            by_static.setdefault(name, []).append(structured)
-        masters = state.pop("master_weights", {})
-        state.pop("LR_Scheduler", None)
-        entries = [(n, "master", plain(v)) for n, v in masters.items()]
-        for key, value in state.items():
-            kind = next((k for k in (*MOMENTS, *POWERS) if key.endswith("_" + k)), None)
-            if kind is None:
-                raise Wrong(f"{file.name}: {key}")
-            entries.append((key.removesuffix("_" + kind).removesuffix(_MASTER), kind, plain(value)))
-        for name, kind, array in entries:
-            for structured in by_static.get(name, []):
-                expert = structured in table and model.tensors[leaves(table[structured])[0]].expert >= 0
-                if expert and shard not in experts:
+        known = names or load(_path(path, "model_state", suffix, "pdparams"))["StructuredToParameterName@@"]
+        called: dict[str, list[str]] = {}
+        for structured, static in known.items():
+            called.setdefault(static, []).append(structured)
+        for static, kind, array in _entries(file):
+            if static not in called and shard in experts:
+                raise Wrong(f"{file.name}: nothing is called {static}")
+            for name in called.get(static, []):
+                form = judge.table.get(name)
+                if form and judge.model.tensors[leaves(form)[0]].expert >= 0 and shard not in experts:
                     continue
-                have = found[kind].get(structured)
-                if kind in POWERS:
-                    if have is not None and have.tobytes() != array.tobytes():
-                        raise Wrong(f"{file.name}: {kind} of {structured} differs between shards")
-                    found[kind][structured] = array
+                before = found[kind].get(name)
+                if kind not in POWERS:
+                    found[kind][name] = array if before is None else np.concatenate([before.ravel(), array.ravel()])
+                elif before is not None and before.tobytes() != array.tobytes():
+                    raise Wrong(f"{file.name}: {kind} of {name} differs between shards")
                 else:
-                    found[kind][structured] = array if have is None else np.concatenate([have.ravel(), array.ravel()])
-            if name not in by_static and shard in experts:
-                raise Wrong(f"{file.name}: nothing is called {name}")
+                    found[kind][name] = array
     return found
+
+
+def _entries(file: Path) -> Iterator[tuple[str, str, Array]]:
+    """(parameter, kind, array) of a .pdopt."""
+    state = load(file)
+    for static, value in state.pop("master_weights", {}).items():
+        yield static, "master", plain(value)
+    state.pop("LR_Scheduler", None)
+    for key, value in state.items():
+        kind = next((k for k in (*MOMENTS, *POWERS) if key.endswith("_" + k)), None)
+        if kind is None:
+            raise Wrong(f"{file.name}: {key}")
+        yield key.removesuffix("_" + kind).removesuffix(_MASTER), kind, plain(value)

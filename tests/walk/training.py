@@ -1,4 +1,4 @@
-"""A chain of trainers: a checkpoint with its optimizer through Paddle's formats and torch's, judged where it is Paddle's."""
+"""A chain of trainers: an optimizer through Paddle's formats and torch's, judged in Paddle's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _BETWEEN = ("dcp", "universal", "megatron", "megatron-dist")
 """Formats of torch's trainers, which the next of Paddle's judges."""
 
 _SINGLE = ("qwen2_moe", "qwen3_moe")
+"""Models whose routers PaddleFormers' trainers keep in float32."""
 
 
 def walk_training(seed: int, folder: Path) -> Told:
