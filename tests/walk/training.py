@@ -16,7 +16,7 @@ from tests.walk.models import build
 from tests.walk.names import Style, Unclear
 from tests.walk.ranks import Grid
 
-_BETWEEN = ("dcp", "universal", "megatron", "megatron-dist")
+BETWEEN = ("dcp", "universal", "megatron", "megatron-dist")
 """Formats of torch's trainers, which the next of Paddle's judges."""
 
 _SINGLE = ("qwen2_moe", "qwen3_moe")
@@ -36,19 +36,13 @@ def walk_training(seed: int, folder: Path) -> Told:
     told.traits.update([model.kind, *model.traits])
     told.log.append(f"# {model.kind}, {', '.join(sorted(model.traits))}\n# {json.dumps(model.config)}")
     src = folder / "s0"
-    steps = r.randint(2, 5)
-    for i in range(steps + 1):
-        step = _draw(r, state, optimizer, last=i == steps)
+    for i in range(r.randint(3, 6)):
+        step = _first(r, state, optimizer) if not state.optimizer else _next(r, state, optimizer)
         if step is None:
             continue
         dst = folder / f"s{i + 1}"
         try:
-            ended = chain.execute(step, src, dst, folder, r, told)
-            worked = chain.weigh(step, ended, told)
-            if worked and state.optimizer:
-                step.state = _single(step.state)
-            if worked and step.state.format in PADDLE:
-                judge(dst, step.state)
+            worked = _take(step, src, dst, r, told)
             if worked and not state.optimizer:
                 step.state = replace(step.state, optimizer=optimizer)
                 _add(dst, step.state)
@@ -66,11 +60,24 @@ def walk_training(seed: int, folder: Path) -> Told:
     return told
 
 
+def _take(step: Step, src: Path, dst: Path, r: Random, told: Told) -> bool:
+    """Whether the command has worked. Raises Wrong."""
+    ended = chain.execute(step, src, dst, src.parent, r, told)
+    if not chain.weigh(step, ended, told):
+        return False
+    if step.state.optimizer:
+        step.state = _single(step.state)
+    if step.state.format in PADDLE:
+        judge(dst, step.state)
+    return True
+
+
 def _single(state: State) -> State:
     """PaddleFormers' trainers keep Qwen's routers in float32: a router is its master then, and has no other."""
     model, optimizer = state.model, state.optimizer
     assert optimizer
-    if state.format not in PADDLE or not state.target.startswith("paddleformers") or model.kind not in _SINGLE:
+    formers = state.format == "flex" or (state.format in PADDLE and state.target.startswith("paddleformers"))
+    if not formers or model.kind not in _SINGLE:
         return state
     masters = optimizer.kinds["master"].tensors
     tensors = {n: t for n, t in masters.items() if n.endswith(".mlp.gate.weight")}
@@ -85,14 +92,19 @@ def _add(path: Path, state: State) -> None:
         states.add_hybrid(path, state.optimizer, state.model, state.table, state.grid)
 
 
-def _draw(r: Random, state: State, optimizer: states.Optimizer, *, last: bool) -> Step | None:
-    if not state.optimizer:
+def _first(r: Random, state: State, optimizer: states.Optimizer) -> Step | None:
+    """To where an optimizer can be put beside the model; None where chance does not find it."""
+    for _ in range(20):
         step = chain.to_paddle(r, state)
-        plain = step and step.expect == WORKS and step.state.grid.ep == 1
-        if step is None or not plain or step.state.format == "flex" or step.state.shards > 1:
-            return None
-        return step if _made(step.state, optimizer) else None
-    if not last and r.random() < 0.35:
+        if step is None or step.expect != WORKS or step.state.grid.ep > 1 or step.state.shards > 1:
+            continue
+        if step.state.format != "flex" and _made(step.state, optimizer):
+            return step
+    return None
+
+
+def _next(r: Random, state: State, optimizer: states.Optimizer) -> Step | None:
+    if r.random() < 0.3 and state.format not in BETWEEN:
         return _to_torch(r, state)
     step = chain.to_paddle(r, state)
     if step is None:
@@ -101,7 +113,7 @@ def _draw(r: Random, state: State, optimizer: states.Optimizer, *, last: bool) -
         step.expect, step.why = EITHER, "a fused weight has a state in a part"
     if step.state.shards > 1 and step.state.format == "hybrid" and r.random() < 0.2:
         step.words[step.words.index("hybrid")] = "zcc"
-    if state.format in _BETWEEN and step.expect == WORKS:
+    if state.format in BETWEEN and step.expect == WORKS:
         step.expect = EITHER
     return step
 
@@ -116,7 +128,7 @@ def _made(state: State, optimizer: states.Optimizer) -> bool:
 
 def _to_torch(r: Random, state: State) -> Step | None:
     assert state.optimizer
-    format_ = r.choice(_BETWEEN)
+    format_ = r.choice(BETWEEN)
     words = ["--to", format_]
     if state.naming == "paddle":
         words += ["--betas", "{},{}".format(*state.optimizer.betas)]
