@@ -34,6 +34,7 @@ from ckpttool.layout.rules import (
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Coords, share
+from ckpttool.states import SCALARS
 from ckpttool.storage.place import DataFile
 
 LAYER = re.compile(r"(?<![^.])(?:layers?|h|blocks?|blk)\.(\d{1,18})(?![^.])")
@@ -131,9 +132,8 @@ class Assembler:
                 first = group[0]
                 if packing is not None and self.cutting.mesh.world > 1 and name not in weights.values():
                     packing.check(place.rule, name, first.dtype)
-                # A step count or a power of beta is one number for its parameter, however that is cut.
-                lone = is_per_tensor_scale(name, first.shape) or (first.state and prod(first.shape) == 1)
-                place = _replicated(place) if lone else place
+                if is_per_tensor_scale(name, first.shape) or self._is_number(name, first, place.rule):
+                    place = _replicated(place)
                 tensors[name] = self._one(name, group, place)
         for name, weight in weights.items():
             tensors[name] = self._scales(name, named[name], known.get(weight) or known[name], tensors[weight])
@@ -148,6 +148,21 @@ class Assembler:
                 packing.base(part, name, tensors[name].shape, tensors[part.codes].shape)
         self._check_heads(tensors, {n: p for n, p in known.items() if n not in packed and n not in weights})
         return Catalog(self.files, {Key(n): tensors[n] for n in named})
+
+    def _is_number(self, name: str, first: StoredTensor, rule: Rule) -> bool:
+        """Whether a state is one number for its parameter, however that is cut: a step count, a power of beta.
+
+        A moment has one element, too, where a rank's share of its parameter has one.
+        """
+        if not first.state or prod(first.shape) != 1:
+            return False
+        if first.state in SCALARS or name not in self.wholes:
+            return True
+        try:
+            share = local_boxes(rule, self.wholes[name], self.cutting, self._coords[first.rank], bias=is_bias(name))
+        except IndivisibleError:
+            return True
+        return share.shape != first.shape
 
     def _check_heads(self, tensors: Mapping[str, LogicalTensor], known: Mapping[str, Placement]) -> None:
         """Query, key and value of a fused tensor are told apart by numbers of heads that the config alone has.

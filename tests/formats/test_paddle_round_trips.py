@@ -10,10 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.helpers.command import refused, reshard
+from tests.helpers.families import MODELS
+from tests.helpers.tensorfile import read
+from tests.helpers.training_run import save_run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 UNIFIED = FIXTURES / "paddle_unified"
@@ -232,3 +236,27 @@ def test_shards_that_changed_places(tmp_path: Path) -> None:
     (tmp_path / "x").rename(second)
     text = refused(src, tmp_path / "out", "--to", "unified")
     assert "optimizer.tp01_shard00.pdopt holds what shard 2 holds" in text
+
+
+@pytest.mark.parametrize("target", [("hybrid",), ("hybrid", "--sharding-out", "2"), ("flex", "--sharding-out", "2")])
+def test_a_share_of_one_element_is_no_number(target: tuple[str, ...], tmp_path: Path) -> None:
+    """gpt-oss has a number for each head: with as many ranks as heads, the moments of a rank's share have the shape of
+    a power of beta."""
+    model, tensors = MODELS["gpt_oss"], {}
+    rng = np.random.default_rng(5)
+    for name, shape in model.shapes.items():
+        master = rng.standard_normal(shape).astype(np.float32)
+        tensors |= {name: master.astype(ml_dtypes.bfloat16), f"master_weights/{name}": master}
+        tensors |= {f"optimizer/{name}/{s}": rng.random(shape).astype(np.float32) for s in ("exp_avg", "exp_avg_sq")}
+        tensors[f"optimizer/{name}/step"] = np.array(3, np.float32)
+    (tmp_path / "run").mkdir()
+    src = save_run(tmp_path / "run", tensors, config=model.config, family="gpt_oss")
+    reshard(src, tmp_path / "cut", "--to", *target, "--tp-out", 8, "--betas", "0.9,0.999", "--verify")
+    reshard(tmp_path / "cut", tmp_path / "back", *PLAIN)
+    found = read(tmp_path / "back/optimizer-00001-of-00001.safetensors")
+    for name in model.shapes:
+        for ours, theirs in (("exp_avg", "moment1_0"), ("exp_avg_sq", "moment2_0")):
+            want = tensors[f"optimizer/{name}/{ours}"]
+            got = found[f"{name}/{theirs}"].bits.view(np.float32)
+            assert any(np.array_equal(got, w) for w in (want, want.T))
+            assert found[f"{name}/beta1_pow_acc_0"].bits.shape == (1,)

@@ -134,10 +134,13 @@ def test_patterns_for_either(tmp_path: Path, stored: tuple[str, ...]) -> None:
     sources = [tmp_path / "a", tmp_path / "b"]
     merge(*sources, "-o", tmp_path / "all")
     everything = read(tmp_path / "all" / "model.safetensors")
+    everything[HEAD] = everything[EMBEDDING]
+    body = everything.keys() - {EMBEDDING, HEAD}
     for i, (option, pattern, names) in enumerate(
         [
-            ("--remove-keys", HEAD, set(everything)),
-            ("--remove-keys", EMBEDDING, set(everything) - {EMBEDDING}),
+            ("--remove-keys", HEAD, {*body, EMBEDDING}),
+            ("--remove-keys", EMBEDDING, {*body, *stored} - {EMBEDDING}),
+            ("--remove-keys", f"re:{EMBEDDING}|{HEAD}", body),
             ("--keep-keys", HEAD, {EMBEDDING}),
             ("--keep-keys", EMBEDDING, {EMBEDDING}),
         ]
@@ -146,6 +149,20 @@ def test_patterns_for_either(tmp_path: Path, stored: tuple[str, ...]) -> None:
         left = read(tmp_path / f"{i}" / "model.safetensors")
         assert left.keys() == names
         assert all(np.array_equal(left[n].bits, everything[n].bits) for n in left)
+
+
+def test_the_head_that_is_left_of_both(tmp_path: Path) -> None:
+    """The head stays, as `reshard` leaves it; where a model has none, there is nothing to merge it with."""
+    for name, stored in (("a", (EMBEDDING, HEAD)), ("b", (EMBEDDING, HEAD)), ("c", (EMBEDDING,))):
+        save(tmp_path / name, tied(ord(name), *stored), CONFIG)
+    out = ("--remove-keys", EMBEDDING, "-o", tmp_path / "dst")
+    done = merge(tmp_path / "a", tmp_path / "b", "--dtype", "f32", *out, "--verify")
+    assert f"`{HEAD}` stays, because the patterns name `{EMBEDDING}` only" in done.err
+    assert config_of(tmp_path / "dst")["tie_word_embeddings"] is True
+    wanted = (floats(tied(ord("a"), HEAD)[HEAD]) + floats(tied(ord("b"), HEAD)[HEAD])) / 2
+    np.testing.assert_array_equal(floats(read(tmp_path / "dst" / "model.safetensors")[HEAD]), wanted)
+    error = refused(tmp_path / "other", tmp_path / "a", tmp_path / "c", "--remove-keys", EMBEDDING)
+    assert HEAD in error
 
 
 def family_model(folder: Path, ties: dict[str, str], config: dict[str, Any], seed: int) -> list[Path]:

@@ -18,16 +18,20 @@ from pathlib import Path
 from tests.walk.chain import Told, walk
 from tests.walk.merging import START, walk_merges, walk_start
 from tests.walk.run import warm
+from tests.walk.training import walk_training
+
+_KINDS = {"chain": walk, "merges": walk_merges, "training": walk_training}
+"""Of chains: every seed has one of each."""
 
 
 def _one(job: tuple[int | str, str, bool, float]) -> list[Told]:
-    """The two chains of a seed, or one of the start set; none once the time is over."""
+    """The chains of a seed, or one of the start set; none once the time is over."""
     which, root, keep, end = job
     if time.monotonic() > end:
         return []
     if isinstance(which, str):
         return [_walked(which, Path(root) / which.replace(" ", "-"), keep=keep)]
-    return [_walked(which, Path(root) / f"{name}-{which}", keep=keep) for name in ("chain", "merges")]
+    return [_walked(which, Path(root) / f"{name}-{which}", keep=keep) for name in _KINDS]
 
 
 def _walked(which: int | str, folder: Path, *, keep: bool) -> Told:
@@ -36,7 +40,7 @@ def _walked(which: int | str, folder: Path, *, keep: bool) -> Told:
     try:
         if isinstance(which, str):
             return walk_start(which, folder)
-        return (walk_merges if folder.name.startswith("merges") else walk)(which, folder)
+        return _KINDS[folder.name.partition("-")[0]](which, folder)
     except Exception:  # noqa: BLE001  # one chain's trouble is not the others'
         return Told(which if isinstance(which, int) else -1, wrong=f"the walk itself: {traceback.format_exc()}")
     finally:

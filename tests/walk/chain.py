@@ -338,7 +338,12 @@ def _to_engine(engine: str) -> Draw:
     return draw
 
 
-def _to_paddle(r: Random, state: State) -> Step | None:
+def _square_head(model: Model) -> bool:
+    shape = model.tensors[model.embedding].raw.bits.shape
+    return not model.tied and shape[0] == shape[1]
+
+
+def to_paddle(r: Random, state: State) -> Step | None:
     """Names stay those of a Paddle source, and are else those of --target."""
     model = state.model
     format_ = r.choice(["unified", "hybrid", "hybrid", "flex"])
@@ -381,6 +386,8 @@ def _to_paddle(r: Random, state: State) -> Step | None:
         step.expect, step.why = EITHER, "experts over ranks"
     if state.naming == "paddle" and new.version != new.target and not model.tied and step.expect == WORKS:
         step.expect, step.why = EITHER, "names of one version for another"
+    if state.naming == "paddle" and format_ == "flex" and _square_head(model) and step.expect == WORKS:
+        step.expect, step.why = EITHER, "nothing says which way round a square head lies"
     if model.tie == "differs" and step.expect == WORKS:
         step.expect, step.why = EITHER, "said to be tied, and is not"
     return step
@@ -399,7 +406,7 @@ def _drop_keys(r: Random, state: State) -> Step | None:
 
 
 def _merge(r: Random, state: State) -> Step | None:
-    """With itself: nothing changes."""
+    """With itself: nothing changes, but that tied tensors are written once."""
     if "fp8 blocks" in state.model.traits or state.format in PADDLE:
         return None
     style = state.style if state.format == "hf" else Style()
@@ -407,6 +414,8 @@ def _merge(r: Random, state: State) -> Step | None:
         table = state.table if state.format == "hf" else state.named("hf", style)
     except Unclear:
         return None
+    if state.model.tie in ("absent", "equal"):
+        table = names.once(state.model, table)
     new = replace(state, table=table, format="hf", naming="hf", style=style, grid=Grid())
     words = r.choice([["--weights", "0.5,0.5"], ["--method", "average"], ["--weights", "0.25,0.75"]])
     return _judged(Step(["--to", "hf", *words], new, command="merge"), state)
@@ -426,7 +435,7 @@ def _draw(r: Random, state: State, *, final: bool) -> Step | None:
     if state.naming == "paddle":
         draws = [(d, n) for d, n in draws if d is not _to_ranks]
     if "fp8 blocks" not in model.traits:
-        draws.append((_to_paddle, 5))
+        draws.append((to_paddle, 5))
     if model.family == "deepseek":
         draws.append((_to_engine("deepseek"), 5))
     if model.family in ("llama", "qwen2", "mixtral"):
@@ -463,7 +472,7 @@ def check_end(ended: Ended, folder: Path, dst: Path, others: set[str]) -> None:
         raise Wrong(f"exit {ended.code}: {ended.err[-800:]}")
 
 
-def _execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: Told) -> Ended:
+def execute(step: Step, src: Path, dst: Path, folder: Path, r: Random, told: Told) -> Ended:
     """Run a step, killed and resumed now and then."""
     if step.command == "merge":
         shutil.copytree(src, twin := folder / "twin")
@@ -523,11 +532,11 @@ def walk(seed: int, folder: Path) -> Told:
         dst = folder / f"s{i + 1}"
         before = _times(src)
         try:
-            ended = _execute(step, src, dst, folder, r, told)
+            ended = execute(step, src, dst, folder, r, told)
             shutil.rmtree(folder / "twin", ignore_errors=True)
             if _times(src) != before:
                 raise Wrong("the source has changed")
-            outcome = _weigh(step, ended, told)
+            outcome = weigh(step, ended, told)
             if outcome:
                 judge(dst, step.state, limit=step.limit)
         except Wrong as e:
@@ -548,7 +557,7 @@ def walk(seed: int, folder: Path) -> Told:
     return told
 
 
-def _weigh(step: Step, ended: Ended, told: Told) -> bool:
+def weigh(step: Step, ended: Ended, told: Told) -> bool:
     """Whether there is an output to judge. Raises Wrong where a step should have ended otherwise."""
     if ended.code == 0:
         told.steps["worked"] += 1

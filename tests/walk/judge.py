@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.walk import names, paddle
+from tests.walk import names, paddle, states
 from tests.walk.bits import Raw, Wrong, difference, read_with_metadata
 from tests.walk.forms import leaves
 from tests.walk.models import Model
@@ -53,6 +53,8 @@ class State:
     """Ranks that share an optimizer's state."""
     stripped: bool = False
     """The file that says how it was shared has been deleted."""
+    optimizer: states.Optimizer | None = None
+    """What a trainer's checkpoint has beside its weights."""
 
     def plain(self) -> Table:
         """The tensors that are still there, under the names of one for each projection."""
@@ -117,12 +119,7 @@ def judge(path: Path, state: State, *, limit: int = 0) -> None:
     if state.format in PADDLE:
         _beside(path, state, set())
         if paddle.judged(state.model, state.grid) and not state.optional:
-            if state.format == "unified":
-                paddle.judge_unified(path, state.model, state.table, state.target)
-            elif state.format == "flex":
-                paddle.judge_flex(path, state.model, state.table, state.grid)
-            elif state.grid.ep == 1:
-                paddle.judge_hybrid(path, state.model, state.table, state.grid, state.shards)
+            _paddle(path, state)
         return
     files = {p.name: p for p in path.iterdir() if re.fullmatch(_NAMES[state.format], p.name)}
     _beside(path, state, set(files))
@@ -131,6 +128,19 @@ def judge(path: Path, state: State, *, limit: int = 0) -> None:
     else:
         _ranks(state, files, limit)
     _config(path, state)
+
+
+def _paddle(path: Path, state: State) -> None:
+    optimizer, model, table, grid = state.optimizer, state.model, state.table, state.grid
+    masters = optimizer.kinds["master"] if optimizer else None
+    if state.format == "unified":
+        paddle.judge_unified(path, model, table, state.target)
+    elif state.format == "flex":
+        paddle.judge_flex(path, model, table, grid, masters)
+    elif grid.ep == 1:
+        paddle.judge_hybrid(path, model, table, grid, state.shards, masters)
+    if optimizer:
+        states.judge_states(path, state.format, optimizer, model, table, grid)
 
 
 def _whole(path: Path, state: State, files: Mapping[str, Path], limit: int) -> None:
@@ -239,13 +249,16 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expected_config(state: State) -> dict[str, Any]:
-    """The config of the model, with the dtype that everything was cast to."""
+    """The config of the model, with the dtype that everything was cast to, and the prediction layers that are left."""
+    predicts = names.without_prediction(state.model, state.table).keys() != state.table.keys()
 
     def block(config: Mapping[str, Any]) -> dict[str, Any]:
         out = {}
         for key, value in config.items():
             said = key in ("dtype", "torch_dtype") and state.dtype
             out[key] = block(value) if key == "text_config" else DTYPES[state.dtype] if said else value
+            if key == "num_nextn_predict_layers" and not predicts:
+                out[key] = 0
         return out
 
     return block(state.model.config)

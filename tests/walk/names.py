@@ -187,6 +187,17 @@ def without_prediction(model: Model, table: Table) -> Table:
     }
 
 
+def once(model: Model, table: Table) -> Table:
+    """Of a tied model: without the head, or with the head in place of the embedding that is not there."""
+    heads = {n for n, f in table.items() if leaves(f) == [model.output]}
+    owners = {n for n, f in table.items() if leaves(f) == [model.embedding]} - {"lm_head.weight"}
+    if not heads:
+        return table
+    if owners:
+        return {n: f for n, f in table.items() if n not in heads}
+    return {model.embedding if n in heads else n: f for n, f in table.items()}
+
+
 def _without_derived(model: Model, table: Table) -> Table:
     return {n: f for n, f in table.items() if not any(model.tensors[x].derived for x in leaves(f))}
 

@@ -91,11 +91,13 @@ class _Reader(pickle.Unpickler):
         return known
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """What a pickle holds. Raises Wrong for a name that Paddle's pickles do not need."""
     return _Reader(io.BytesIO(path.read_bytes())).load()
 
 
-def _array(value: Any) -> Array:
+def plain(value: Any) -> Array:
+    """An array that may be in a pair with its name."""
     array: Array = value[1] if isinstance(value, tuple) else value
     return array
 
@@ -113,7 +115,8 @@ def _same(name: str, found: Array, want: Raw, where: str) -> None:
         raise Wrong(f"{where}: `{name}` has other bits")
 
 
-def _suffix(grid: Grid, seat: Seat, shard: int, shards: int) -> str:
+def suffix_of(grid: Grid, seat: Seat, shard: int, shards: int) -> str:
+    """What the files of a rank have in their names."""
     parts = [("tp", seat.tp, grid.tp), ("pp", seat.stage, grid.pp), ("shard", shard, shards)]
     return "_".join(f"{k}{n:02d}" for k, n, size in parts if size > 1)
 
@@ -122,23 +125,29 @@ def _file(path: Path, stem: str, suffix: str, ending: str) -> Path:
     return path / (f"{stem}.{suffix}.{ending}" if suffix else f"{stem}.{ending}")
 
 
-def judge_hybrid(path: Path, model: Model, table: Table, grid: Grid, shards: int) -> None:
-    """Of every rank: its weights, or the runs of their master weights that its shards hold."""
+def judge_hybrid(path: Path, model: Model, table: Table, grid: Grid, shards: int, masters: Model | None = None) -> None:
+    """Of every rank: its weights, or the runs of their master weights that its shards hold.
+
+    ``masters``: the model's, where they are not its weights.
+    """
     meta = json.loads((path / "model_meta.json").read_text(encoding="utf-8")) if shards > 1 else {}
     for rank in range(grid.world):
         seat = Seat.of(grid, rank)
         wanted = held(model, table, grid, rank, HABIT)
+        wide = {n: cast(want, "F32") for n, want in wanted.items()}
+        if masters is not None:
+            wide |= held(masters, _made_of(masters, table), grid, rank, HABIT)
         found: dict[str, Array] = {}
         runs: dict[str, list[Array]] = {}
         for shard in range(shards):
-            suffix = _suffix(grid, seat, shard, shards)
-            state = _load(_file(path, "model_state", suffix, "pdparams"))
-            found |= {n: _array(v) for n, v in state.items() if not n.endswith("@@")}
-            masters = _file(path, "optimizer", suffix, "pdopt")
-            if shards > 1 and masters.exists():
-                state = _load(masters)
+            suffix = suffix_of(grid, seat, shard, shards)
+            state = load(_file(path, "model_state", suffix, "pdparams"))
+            found |= {n: plain(v) for n, v in state.items() if not n.endswith("@@")}
+            optimizer = _file(path, "optimizer", suffix, "pdopt")
+            if shards > 1 and optimizer.exists():
+                state = load(optimizer)
                 for name, value in state.get("master_weights", {}).items():
-                    runs.setdefault(name, []).append(_array(value).ravel())
+                    runs.setdefault(name, []).append(plain(value).ravel())
         known = {}
         if shards > 1:
             known = meta["sharding_metas"][f"tp{seat.tp:02d}_pp{seat.stage:02d}"]["structure_name_mapping"]
@@ -152,15 +161,15 @@ def judge_hybrid(path: Path, model: Model, table: Table, grid: Grid, shards: int
             flat = np.concatenate(runs[known[name]])[: want.bits.size]
             if flat.size != want.bits.size:
                 raise Wrong(f"{where}: `{name}` has {flat.size} elements, must have {want.bits.size}")
-            _same(name, flat.reshape(want.bits.shape), cast(want, "F32"), where)
+            _same(name, flat.reshape(want.bits.shape), wide[name], where)
         if found:
             raise Wrong(f"{where}: unexpected {sorted(found)[:4]}")
 
 
-def _flex(folder: Path) -> dict[str, Array]:
+def flex_folder(folder: Path) -> dict[str, Array]:
     """The tensors of one folder, put together as its metadata says. Raises Wrong for an element that no file has."""
-    top = _load(folder / "0.metadata")
-    data = {p.name: _load(p) for p in folder.glob("*.distcp")}
+    top = load(folder / "0.metadata")
+    data = {p.name: load(p) for p in folder.glob("*.distcp")}
     blocks = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for key, entries in top.state_dict_metadata.items():
@@ -175,7 +184,7 @@ def _flex(folder: Path) -> dict[str, Array]:
         run = index.flattened_range if getattr(index, "is_flattened", False) else None
         run = (run.start, run.stop) if isinstance(run, slice) else tuple(run) if run else None
         entry = blocks[index.tensor_key, tuple(index.global_offset), run]
-        value = _array(data[name][index.tensor_key])
+        value = plain(data[name][index.tensor_key])
         key = index.tensor_key
         tensor = out.setdefault(key, np.zeros(shapes[key], value.dtype))
         seen = filled.setdefault(key, np.zeros(shapes[key], bool))
@@ -190,23 +199,34 @@ def _flex(folder: Path) -> dict[str, Array]:
     return out
 
 
-def judge_flex(path: Path, model: Model, table: Table, grid: Grid) -> None:
-    """Every tensor from its boxes and runs. What fuses gate and up lies there rank after rank."""
-    found = _flex(path / "model_state") if (path / "model_state/0.metadata").exists() else {}
-    masters = _flex(path / "master_weight") if (path / "master_weight/0.metadata").exists() else {}
-    for name, want in whole(model, table).items():
-        form = table[name]
-        if isinstance(form, Turn) and isinstance(form.part, Join):
-            cut = list(_of_ranks(model, form, grid))
-            want = Raw(want.dtype, np.concatenate(cut, -1))  # noqa: PLW2901
+def _made_of(model: Model, table: Table) -> Table:
+    """The stored names that are made of tensors that the model has."""
+    return {n: f for n, f in table.items() if all(x in model.tensors for x in leaves(f))}
+
+
+def judge_flex(path: Path, model: Model, table: Table, grid: Grid, masters: Model | None = None) -> None:
+    """Every tensor from its boxes and runs."""
+    found = flex_folder(path / "model_state") if (path / "model_state/0.metadata").exists() else {}
+    wide = flex_folder(path / "master_weight") if (path / "master_weight/0.metadata").exists() else {}
+    trained = flex_wanted(masters, _made_of(masters, table), grid) if masters is not None else {}
+    for name, want in flex_wanted(model, table, grid).items():
         if name in found:
             _same(name, found.pop(name), want, "flex")
-        elif f"{name}.w_0" in masters:
-            _same(name, masters[f"{name}.w_0"], cast(want, "F32"), "flex, a master weight")
+        elif f"{name}.w_0" in wide:
+            _same(name, wide[f"{name}.w_0"], trained.get(name, cast(want, "F32")), "flex, a master weight")
         else:
             raise Wrong(f"flex: `{name}` is in no file")
     if found:
         raise Wrong(f"flex: unexpected {sorted(found)[:4]}")
+
+
+def flex_wanted(model: Model, table: Table, grid: Grid) -> dict[str, Raw]:
+    """The tensors as flex has them: what fuses gate and up lies there rank after rank."""
+    out = whole(model, table)
+    for name, form in table.items():
+        if isinstance(form, Turn) and isinstance(form.part, Join):
+            out[name] = Raw(out[name].dtype, np.concatenate(list(_of_ranks(model, form, grid)), -1))
+    return out
 
 
 def _of_ranks(model: Model, form: Form, grid: Grid) -> Iterator[Array]:

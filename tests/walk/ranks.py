@@ -176,7 +176,11 @@ def stages(model: Model, name: str, form: Form, grid: Grid, *, head_apart: bool 
 
 def held(model: Model, table: Table, grid: Grid, rank: int, habit: Habit) -> dict[str, Raw]:
     """What a rank's file must hold. Raises Indivisible and Unclear."""
-    seat = Seat.of(grid, rank)
+    return held_at(model, table, grid, Seat.of(grid, rank), habit)
+
+
+def held_at(model: Model, table: Table, grid: Grid, seat: Seat, habit: Habit) -> dict[str, Raw]:
+    """What a rank holds that stands there. Raises Indivisible and Unclear."""
     layers = grid.layers(model.layers)
     out = {}
 

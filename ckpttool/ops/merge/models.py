@@ -45,6 +45,8 @@ class Model:
     """The quantised weights, by name."""
     ties: dict[str, str] = field(default_factory=dict)
     """Names of tied tensors, none of which it has, and of the tensors that are in their place."""
+    twice: frozenset[str] = frozenset()
+    """Names of tied tensors that it has beside their owners, which are left out."""
     ops: tuple[Transform, ...] = ()
     """Statements that lead from Hugging Face's names to those of ``views``."""
     derived: tuple[int, str] = (0, "")
@@ -135,6 +137,7 @@ class Models:
             model.derived = _derived(checkpoint, self.component)
             known = under_one_name(ties, checkpoint.family)
             model.ties = {c: o for c, o in known.items() if c not in model.views and o in model.views}
+            model.twice = frozenset(c for c, o in ties.items() if c in model.views and o in model.views)
             model.ops = checkpoint.ops if as_they_are else ()
             self._by_path[path] = model
             left |= dict.fromkeys(c for c in checkpoint.components if c != self.component)
@@ -149,7 +152,8 @@ class Models:
     @property
     def apart(self) -> set[str]:
         """Tensors that are tied in some models and by themselves in others."""
-        return {copy for model in self for copy in model.ties if any(copy in other.views for other in self)}
+        others = [other.views.keys() - other.twice for other in self]
+        return {copy for model in self for copy in model.ties if any(copy in names for names in others)}
 
     def __getitem__(self, ref: ModelRef) -> Model:
         return self._by_path[ref.path]

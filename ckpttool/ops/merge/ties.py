@@ -73,15 +73,21 @@ def without_copies(views: TensorTable, ties: Mapping[str, str], removed: Sequenc
     """Tied tensors once, under the owner's name, or where no owner is stored in place of the first copy.
 
     Copies must hold the same, which is compared before anything is written, unless the patterns of ``removed``
-    name them.
+    name them. Where the patterns name the owner and not the copy, both stay: the copy is what is left of them.
     """
     table, notes, tied = dict(views.table), list(views.notes), list(views.tied)
     patterns = [compile_pattern(p) for p in removed]
+
+    def goes(name: str) -> bool:
+        return any(p.search(name) for p in patterns)
+
     for copy, owner in ties.items():
         if copy not in table:
             continue
-        if owner in table:
-            if not any(p.search(copy) for p in patterns):
+        if owner in table and goes(owner) and not goes(copy):
+            notes.append(f"`{copy}` stays, because the patterns name `{owner}` only, to which the config ties it")
+        elif owner in table:
+            if not goes(copy):
                 tied.append((table[copy], table[owner]))
             del table[copy]
             notes.append(f"`{copy}` is merged as `{owner}`, to which the config ties it")
