@@ -137,7 +137,7 @@ def judge(architecture: Architecture, folder: Path, order: list[int] | None = No
     for more in ({}, stack, {"stack": "decoder"}, {"stack": "text_model"}):
         recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": [more | s for s in slices]}))
         done = ckpttool("merge", recipe, "-o", folder / "out")
-        if done.code == 0 or "stack" not in done.err:
+        if done.code == 0 or ("does not say which" not in done.err and "fits none" not in done.err):
             break
     if done.code:
         return f"refused: {done.err.strip()[:300]}"
