@@ -17,11 +17,11 @@ from tests.walk import numbered
 Config = dict[str, Any]
 
 
-def sliced(config: Config, layers: list[int], prefix: str = "model.layers.", *others: str) -> Config:
+def sliced(config: Config, layers: list[int], prefix: str = "model.layers.", **others: int) -> Config:
     """The config after slices of one model."""
     name = find_family(config)
     family = load_family(name, config) if name else no_family()
-    return renumbered(family, config, prefix, [Layer(config, n) for n in layers], dict.fromkeys(others, 7))
+    return renumbered(family, config, prefix, [Layer(config, n) for n in layers], others)
 
 
 def changed(config: Config, layers: list[int]) -> Config:
@@ -178,12 +178,12 @@ def test_what_speaks_of_no_layers_stays() -> None:
     ],
 )
 def test_one_stack_of_several(config: Config, stack: str, expected: Config) -> None:
-    assert sliced(config, [2, 0], stack, "thing.blocks.") == {**config, **expected}
+    assert sliced(config, [2, 0], stack, other=7) == {**config, **expected}
 
 
 def test_a_stack_that_no_field_counts() -> None:
     with pytest.raises(UnsupportedError, match=r"count the layers of `visual\.blocks\.`"):
-        sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", "layers.")
+        sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", other=6)
 
 
 def test_a_field_that_counts_two_stacks() -> None:
@@ -191,7 +191,7 @@ def test_a_field_that_counts_two_stacks() -> None:
     with pytest.raises(
         UnsupportedError, match=r"count the layers of `a\.text\.layers\.` and not those of `b\.text\.layers"
     ):
-        sliced(config, [2, 0], "a.text.layers.", "b.text.layers.")
+        sliced(config, [2, 0], "a.text.layers.", **{"b.text.layers.": 6})
 
 
 def test_layers_of_another_model_are_what_they_are_there() -> None:

@@ -103,7 +103,7 @@ def renumbered(
     place = config[part] if part else config
     for other in (o for o in others if stacks.get(o) is None):
         found, fields = _by_words(config, other)
-        if (found, fields) == (part, counts) or (not fields and others[other] == place[counts[0]]):
+        if others[other] == place[counts[0]] and (not fields or (found, fields) == (part, counts)):
             raise _uncounted(prefix, f" and not those of `{other}`")
     if not part and family.name != "none" and "" in stacks.values():  # these fields count the layers of that one
         raise _uncounted(prefix)
