@@ -21,36 +21,49 @@ from ckpttool.layout.family import Family, load_family
 from ckpttool.layout.files import find_file, inner_config
 from ckpttool.layout.names import samples
 from ckpttool.layout.shapes import layer_tensors
-from ckpttool.layout.sizes import DefaultSpec, read_sizes
-from ckpttool.layout.spec import CacheSpec, StackFieldsSpec
+from ckpttool.layout.sizes import DefaultSpec, Scope, read_sizes
+from ckpttool.layout.spec import CacheSpec, StackFieldsSpec, TensorsSpec
 
 EACH = frozenset({
     "layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "layer_rope_theta", "indexer_types",
     "hybrid_override_pattern", "hybrid_layer_pattern", "moe_layer_freq", "attn_type_list", "attention_layers",
     "activation_sparsity_pattern", "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
-    "per_layer_config", "block_configs", "index_topk_pattern", "sliding_windows", "compress_ratios",
+    "per_layer_config", "block_configs", "index_topk_pattern", "sliding_windows", "compress_ratios", "attention_window",
 })  # fmt: skip
 """Fields with an entry for each layer, whatever the family."""
 NUMBERS = frozenset({
     "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "cross_attention_layers",
-    "hybrid_layer_ids", "moe_layers_enum", "local_layer_ids", "rope_scaling_layers", "ple_layer_ids",
+    "hybrid_layer_ids", "moe_layers_enum", "local_layer_ids", "rope_scaling_layers",
 })  # fmt: skip
 """Fields with numbers of layers, whatever the family."""
 
 
-def stack_of(family: Family, prefix: str) -> str | None:
-    """Of which stack the layers are whose names begin with ``prefix``; "" is the main one, None another one."""
+def stacks_of(family: Family, config: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, str | None]:
+    """Of which stack of the family layers are whose names begin with each prefix; "" is the main one, None another one.
+
+    A prefix may be longer or shorter than the family's, where no other one is it: a base model, a model around it.
+    """
     spec = family.spec
-    stacks = {"": [spec.layers.prefix]} | {name: [s.prefix] for name, s in spec.stacks.items()}
+    starts = {"": [spec.layers.prefix]} | {name: [s.prefix] for name, s in spec.stacks.items()}
     if spec.tensors is not None:
-        stacks[""].append(spec.tensors.prefix)
+        starts[""].append(spec.tensors.prefix)
         for name, s in spec.tensors.stacks.items():
-            stacks.setdefault(name, []).append(s.prefix)
-    for stack, patterns in stacks.items():
-        for start in (s for p in patterns for s in samples(p.partition("{layer}")[0]) if s):
-            if f".{start}".endswith(f".{prefix}") or f".{prefix}".endswith(f".{start}"):
-                return stack
-    return None
+            starts.setdefault(name, []).append(s.prefix)
+    names = {stack: {s for p in ps for s in samples(p.partition("{layer}")[0]) if s} for stack, ps in starts.items()}
+    held = [s for s in names if Described.of(family, config, s).count != 0]
+    out: dict[str, str | None] = dict.fromkeys(prefixes)
+    for exact in (True, False):
+        for prefix in prefixes:
+            for stack in (s for s in held if s not in out.values() and out[prefix] is None):
+                if any(_alike(prefix, start, exact=exact) for start in names[stack]):
+                    out[prefix] = stack
+    return out
+
+
+def _alike(prefix: str, start: str, *, exact: bool) -> bool:
+    if exact:
+        return prefix == start
+    return f".{start}".endswith(f".{prefix}") or f".{prefix}".endswith(f".{start}")
 
 
 @dataclass(frozen=True)
@@ -71,15 +84,14 @@ class Described:
     @cached_property
     def count(self) -> int | None:
         """How many layers there are, without those of multi-token prediction; None where it is not said."""
-        if not self.stack:
-            return self.family.size("layers")
         spec = self.family.spec.tensors
-        if spec is None or self.stack not in spec.stacks:
-            return None
+        counts = {name: s.count for name, s in spec.stacks.items()} | {"": spec.count} if spec else {}
         try:
-            got = self._scope.work_out(str(spec.stacks[self.stack].count))
+            got = self._scope.work_out(str(counts[self.stack])) if self.stack in counts else None
         except Refused:
-            return None
+            got = None
+        if not self.stack and got != 0:  # without those of multi-token prediction
+            return self.family.size("layers")
         return got if type(got) is int else None
 
     @cached_property
@@ -105,7 +117,11 @@ class Described:
 
     def layer(self, number: int) -> dict[str, Any]:
         """What one layer is: values by what they are about; tensors as ``tensors: LINE``."""
-        out: dict[str, Any] = {f"tensors: {k}": v for k, v in self._lines[number].items()} if self._lines else {}
+        out: dict[str, Any] = {}
+        if self._lines:
+            if number >= len(self._lines):
+                raise LayoutError(f"config.json counts {len(self._lines)} layers", where=self.family.origin)
+            out = {f"tensors: {k}": v for k, v in self._lines[number].items()}
         if self.stack or number >= (self.count or 0):
             return out
         if self._cache is not None:
@@ -135,12 +151,12 @@ class Described:
         """Expressions that tell layers apart and are read from one of these fields; ``kind`` is that of the cache."""
         out = []
         spec, cache = self._speaking.spec.tensors, self._cache
-        texts = [*self.family.spec.slices.kinds.values()]
-        if spec is not None and not self.stack:
-            texts += _conditions(spec.layers)
-        for text in dict.fromkeys(texts):
-            if not set(fields).isdisjoint(_fields(self._speaking, [text])):
-                out.append(text)
+        conditions = list(_conditions(spec.layers)) if spec is not None else []
+        for family, texts in (
+            (self._kept_family, list(self.family.spec.slices.kinds.values())),
+            (self._speaking, conditions),
+        ):
+            out += [t for t in dict.fromkeys(texts) if not set(fields).isdisjoint(_fields(family, [t]))]
         if cache is not None and not self.stack:
             read = {*_fields(self._kept_family, [cache.kinds, cache.window]), *cache.listed}
             out += [] if read.isdisjoint(fields) else ["kind"]
@@ -222,22 +238,27 @@ class Described:
         return self.family.spec.cache
 
     @cached_property
+    def _whole(self) -> Family:
+        """The family, with what the language model says of tensors where it says nothing itself."""
+        spec = self.family.spec
+        if spec.tensors is not None:
+            return self.family
+        return replace(self.family, spec=spec.model_copy(update={"tensors": self._speaking.spec.tensors}))
+
+    @cached_property
     def _kept(self) -> CacheScope:
-        return CacheScope(self.family, self._cache or CacheSpec(), self.config)
+        return CacheScope(self._whole, self._cache or CacheSpec(), self.config)
 
     @cached_property
     def _kept_family(self) -> Family:
         """The family with the words of the section ``cache``."""
-        own, cache = self.family.spec.tensors, self._cache or CacheSpec()
-        if own is None:
-            return self.family
+        family, cache = self._whole, self._cache or CacheSpec()
+        own = family.spec.tensors or TensorsSpec()
         known = own.model_copy(update={"names": own.names | cache.names, "defaults": own.defaults | cache.defaults})
-        return replace(self.family, spec=self.family.spec.model_copy(update={"tensors": known}))
+        return replace(family, spec=family.spec.model_copy(update={"tensors": known}))
 
     @cached_property
-    def _scope(self) -> Any:
-        from ckpttool.layout.sizes import Scope
-
+    def _scope(self) -> Scope:
         family = self._speaking
         scope = Scope(family.vocabulary, family.spec.places(self.config), family.sizes)
         scope.given["mtp"] = 0
@@ -280,10 +301,10 @@ def _fields(family: Family, texts: Sequence[str]) -> list[str]:
 # -- fields that nobody has declared
 
 _PERIOD = re.compile(r"(?:\A|_)(?:period|interval|step|freq|frequency|every|n_?th)(?:_|\Z)")
-_NUMBERED = re.compile(r"(?:\A|_)(?:layers?|pattern|offset)(?:_|\Z)|(?:\A|_)(?:idxs?|index|indexes|indices)\Z")
+_NUMBERED = re.compile(r"(?:\A|_)(?:layers?|pattern|offset)(?:_|\Z)|(?:\A|_)(?:idxs?|index|indexes|indices)\Z|first_k")
 _LISTED = re.compile(r"(?:\A|_)(?:blocks?|pattern)(?:_|\Z)")
 """Names of fields that may speak of layers by number: whole numbers, and what lists and texts may be called beside."""
-_TOKENS = re.compile(r"\Aarchitectures\Z|token|vocab|label|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
+_UNRELATED = re.compile(r"\Aarchitectures\Z|token|vocab|label|time_step_limit|multipliers|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
 _APART = re.compile(
     r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
     r"|time_step|hidden_size|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
@@ -293,13 +314,13 @@ _APART = re.compile(
 
 def suspicious(name: str, value: object, count: int) -> bool:
     """Whether a field may speak of ``count`` layers by number, as far as its name and value tell."""
-    if value is None or isinstance(value, bool | float) or _TOKENS.search(name) or name in LAYERS:
+    if value is None or isinstance(value, bool | float) or _UNRELATED.search(name) or name in LAYERS:
         return False
     named = bool(_PERIOD.search(name) or _NUMBERED.search(name)) and not _APART.search(name)
     if isinstance(value, dict):
         return bool(value) and all(str(k).isdecimal() and int(k) < count for k in value)
     if isinstance(value, list):
-        return bool(value) and (len(value) == count or named or bool(_LISTED.search(name)))
+        return bool(value) and not _APART.search(name) and (len(value) == count or named or bool(_LISTED.search(name)))
     if isinstance(value, str):
         letters = len(value) == count > 3 and bool(re.fullmatch(r"[A-Z*|\-]+", value))
         return bool(value) and (letters or named or bool(_LISTED.search(name)))

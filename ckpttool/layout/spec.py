@@ -196,8 +196,6 @@ class CacheSpec(_Strict):
 class StackFieldsSpec(_Strict):
     """Which fields of config.json speak of the layers of another stack, and in which way."""
 
-    part: list[str] = []
-    """Parts of the config in which they are, the first that is there; [] is the config itself."""
     counts: list[str] = []
     """Beside those that the section ``tensors`` counts with."""
     each: list[str] = []

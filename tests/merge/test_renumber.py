@@ -17,11 +17,11 @@ from tests.walk import numbered
 Config = dict[str, Any]
 
 
-def sliced(config: Config, layers: list[int], prefix: str = "model.layers.", stacks: int = 1) -> Config:
+def sliced(config: Config, layers: list[int], prefix: str = "model.layers.", **others: int) -> Config:
     """The config after slices of one model."""
     name = find_family(config)
     family = load_family(name, config) if name else no_family()
-    return renumbered(family, config, prefix, [Layer(config, n) for n in layers], stacks)
+    return renumbered(family, config, prefix, [Layer(config, n) for n in layers], others)
 
 
 def changed(config: Config, layers: list[int]) -> Config:
@@ -178,12 +178,20 @@ def test_what_speaks_of_no_layers_stays() -> None:
     ],
 )
 def test_one_stack_of_several(config: Config, stack: str, expected: Config) -> None:
-    assert sliced(config, [2, 0], stack, 2) == {**config, **expected}
+    assert sliced(config, [2, 0], stack, other=7) == {**config, **expected}
 
 
 def test_a_stack_that_no_field_counts() -> None:
     with pytest.raises(UnsupportedError, match=r"count the layers of `visual\.blocks\.`"):
-        sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", 2)
+        sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", other=6)
+
+
+def test_a_field_that_counts_two_stacks() -> None:
+    config = {"text_config": {"num_hidden_layers": 6}}
+    with pytest.raises(
+        UnsupportedError, match=r"count the layers of `a\.text\.layers\.` and not those of `b\.text\.layers"
+    ):
+        sliced(config, [2, 0], "a.text.layers.", **{"b.text.layers.": 6})
 
 
 def test_layers_of_another_model_are_what_they_are_there() -> None:
@@ -192,13 +200,11 @@ def test_layers_of_another_model_are_what_they_are_there() -> None:
     second = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": [NEAR, FULL]}
     family = load_family("gemma", first)
     layers = [Layer(first, 0), Layer(second, 1)]
-    assert renumbered(family, first, "model.layers.", layers, 1)["layer_types"] == [FULL, FULL]
+    assert renumbered(family, first, "model.layers.", layers)["layer_types"] == [FULL, FULL]
     dense = {**DEEPSEEK, "num_hidden_layers": 2}
     sparse = {**dense, "first_k_dense_replace": 0}
     family = load_family("deepseek", dense)
-    assert (
-        renumbered(family, dense, "model.layers.", [Layer(dense, 0), Layer(sparse, 1)], 1)["first_k_dense_replace"] == 1
-    )
+    assert renumbered(family, dense, "model.layers.", [Layer(dense, 0), Layer(sparse, 1)])["first_k_dense_replace"] == 1
 
 
 def test_layers_of_prediction_stay_behind_the_others() -> None:

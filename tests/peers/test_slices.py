@@ -102,8 +102,9 @@ def in_order(model: Any, count: int, order: list[int], lists_of: set[str]) -> No
                 m.__dict__[key] = config.__dict__[key]
 
 
-def judge(architecture: Architecture, folder: Path, order: list[int] | None = None) -> str:
-    """ "ok", "refused: why", "wrong: what" or "skipped: why" for one architecture."""
+def judge(architecture: Architecture, folder: Path, *, mixed: bool) -> str:
+    """ok, refused (with the error), wrong or skipped, for an architecture with its layers in another order, or with some
+    left out and the first one twice."""
     cls = getattr(transformers, architecture.cls)
     source = folder / "m"
     try:
@@ -122,8 +123,9 @@ def judge(architecture: Architecture, folder: Path, order: list[int] | None = No
         part = runnable(model)
         _, config = text_part(part.config)
         count = int(config.__dict__[counted(config)])
-        if order is None:
-            order = [2, 3, 0, 4] if count > 4 else [count - 1, *range(count)]
+        order = [2, 3, 0, 4] if count > 4 else [count - 1, *range(count)]
+        if not mixed:
+            order = [0, 0, *range(2, count)]
         given = inputs(part)
         plain = compute(part, given)
         in_order(model, count, order, listed(architecture))
@@ -137,7 +139,7 @@ def judge(architecture: Architecture, folder: Path, order: list[int] | None = No
     for more in ({}, stack, {"stack": "decoder"}, {"stack": "text_model"}):
         recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": [more | s for s in slices]}))
         done = ckpttool("merge", recipe, "-o", folder / "out")
-        if done.code == 0 or "stack" not in done.err:
+        if done.code == 0 or ("does not say which" not in done.err and "fits none" not in done.err):
             break
     if done.code:
         return f"refused: {done.err.strip()[:300]}"

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.config import LAYERS, PREDICTION, is_part
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.family import Family, no_family, pick_family
+from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.sizes import shown
-from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stack_of, suspicious
+from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stacks_of, suspicious
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
@@ -61,39 +61,65 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
     if all(s.layers is None for piece in recipe.slices for s in piece.sources):
         return config
     known = pick_family(family, stored.family, config)
-    prefixes = list(dict.fromkeys(n[: m.start(1)] for n in models[donor].views if (m := LAYER.search(n))))
-    stacks = resolved.stacks or dict.fromkeys(prefixes[:1], resolved.layers)
+    depths: dict[str, int] = {}
+    for name in models[donor].views:
+        if m := LAYER.search(name):
+            depths[name[: m.start(1)]] = max(depths.get(name[: m.start(1)], 0), int(m[1]) + 1)
+    stacks = resolved.stacks or dict.fromkeys([*depths][:1], resolved.layers)
     donor_config = config
     for prefix, origins in stacks.items():
         sources = [next((o for o in origin if o[0] == donor), origin[0]) for origin in origins]
         layers = [
             Layer(donor_config if ref == donor else models[ref].checkpoint.config, number) for ref, number in sources
         ]
-        count = len({int(m[1]) for n in models[donor].views if n.startswith(prefix) and (m := LAYER.search(n))})
-        if layers != [Layer(donor_config, i) for i in range(count)]:
+        if layers != [Layer(donor_config, i) for i in range(depths.get(prefix, 0))]:
             layers = [Layer(config, x.number) if x.config is donor_config else x for x in layers]
-            config = renumbered(known, config, prefix, layers, len(prefixes))
+            config = renumbered(known, config, prefix, layers, {p: n for p, n in depths.items() if p != prefix})
     return config
 
 
-def renumbered(family: Family, config: Mapping[str, Any], prefix: str, layers: Sequence[Layer], stacks: int) -> Config:
+def renumbered(
+    family: Family,
+    config: Mapping[str, Any],
+    prefix: str,
+    layers: Sequence[Layer],
+    others: Mapping[str, int] | None = None,
+) -> Config:
     """The config for an output that has these layers in a stack, whose names begin with ``prefix``.
 
-    ``stacks``: how many the model has. Raises UnsupportedError where no value of the config's fields says what each
-    layer is, and for fields that may speak of layers and are not known.
+    ``others``: what names in the model's other stacks begin with, and how many layers these have.
+    Raises UnsupportedError where no value of the config's fields says what each layer is, for fields that may speak of
+    layers and are not known, and for a stack whose layers no field counts, or one that counts those of another stack
+    too. Raises LayoutError for a config that the family cannot read.
     """
-    stack = stack_of(family, prefix)
-    if stack is None and stacks < 2:
-        stack = ""
-    if stack is not None and family.name != "none":
-        return _Follow(family, config, stack, layers).run()
-    part, counts = ("", LAYERS) if stacks < 2 else _by_words(config, prefix)
+    others = others or {}
+    stacks = stacks_of(family, config, [prefix, *others]) if family.name != "none" else {}
+    stack = stacks.get(prefix)
+    if stack is not None or (not others and family.name != "none"):
+        return _Follow(family, config, stack or "", layers).run()
+    part, counts = _by_words(config, prefix) if others else ("", LAYERS)
+    if not counts:
+        raise _uncounted(prefix)
+    place = config[part] if part else config
+    for other in (o for o in others if stacks.get(o) is None):
+        found, fields = _by_words(config, other)
+        if others[other] == place[counts[0]] and (not fields or (found, fields) == (part, counts)):
+            raise _uncounted(prefix, f" and not those of `{other}`")
+    if not part and family.name != "none" and "" in stacks.values():  # these fields count the layers of that one
+        raise _uncounted(prefix)
     if not part:
-        return _Follow(no_family(), config, "", layers, counts).run()
+        return _Follow(family, config, "", layers, counts).run()
     inner = [Layer(x.config.get(part) or {}, x.number) for x in layers]
     own = next((x.config for x in inner if x.config == config[part]), config[part])
     inner = [Layer(own, x.number) if x.config == own else x for x in inner]
-    return {**config, part: _Follow(no_family(), own, "", inner, counts).run()}
+    return {**config, part: _Follow(pick_family("", "", own), own, "", inner, counts).run()}
+
+
+def _uncounted(prefix: str, more: str = "") -> UnsupportedError:
+    return UnsupportedError(
+        f"no field of config.json is known to count the layers of `{prefix}`{more}",
+        hint="merge this stack whole, with `models`",
+    )
 
 
 class _Follow:
@@ -110,13 +136,13 @@ class _Follow:
         """``counts``: fields that count the layers, beside those that the family names."""
         self.family, self.stack, self.layers, self.counts = family, stack, list(layers), counts
         self.out: Config = deepcopy(dict(config))
+        self.config = config
         self.before = Described.of(family, config, stack)
         self.places = self._places(self.out)
         self.sources = {
             id(c): Described.of(family, c, stack) for c in {id(x.config): x.config for x in layers}.values()
         }
         self.sources[id(config)] = self.before
-        self.config = config
         self.count = self._counted()
         self.regular = [x for x in layers if x.number < self._count_of(x.config)]
         said = family.spec.slices
@@ -145,11 +171,12 @@ class _Follow:
     # -- where fields are
 
     def _places(self, config: Mapping[str, Any]) -> list[Any]:
-        parts = stack_fields(self.family, self.stack).part if self.stack else []
-        found = [p for p in (_at(config, path) for path in parts) if isinstance(p, dict)]
-        if found:
-            return [*found[:1], config]
-        places = list(self.family.spec.places(config))
+        """The parts of a config that speak of the stack: those in which its layers are counted, or the family's."""
+        parts = [f.rpartition(".")[0] for f in self.before.count_fields if type(_at(self.config, f)) is int]
+        found = [p for path in dict.fromkeys(parts) if path and isinstance(p := _at(config, path), dict)]
+        if found and self.stack:
+            return found
+        places = [*found, *(p for p in self.family.spec.places(config) if not any(p is f for f in found))]
         if self.family.name == "none" and not any(type(p.get(f)) is int for p in places for f in LAYERS):
             places += [v for k, v in config.items() if is_part(k, v) and any(f in v for f in LAYERS)][:1]
         return places
@@ -173,25 +200,27 @@ class _Follow:
         family, spec = self.family, self.family.spec.tensors
         others = [s for s in ("", *(spec.stacks if spec else ())) if s != self.stack]
         known = {s: Described.of(family, self.config, s) for s in others}
-        kept = {s: d.count for s, d in known.items() if d.count is not None}
+        kept = {s: d.count for s, d in known.items() if d.count}
         shared = {f for s in kept for f in known[s].count_fields}
         own = self.before.count_fields
-        there = [f for f in own if f not in shared and any(type(_at(p, f)) is int for p in self.places)]
+        roots = [*self.places, *([] if any(p is self.out for p in self.places) else [self.out])]
+        there = [f for f in own if f not in shared and any(type(_at(p, f)) is int for p in roots)]
         if self.stack:
             more: Sequence[str] = stack_fields(family, self.stack).counts
         else:
             more = [] if {*own} - {*LAYERS} else self.counts
         done = False
         for path in dict.fromkeys([*(there or own[:1]), *more]):
-            for place in self.places:
+            for place in roots:
                 if type(_at(place, path)) is int and _at(place, path) == self.count:
                     _put(place, path, len(self.regular))
                     done = True
-        if not done and own and not self._listed_count():
-            _put(self.places[0], own[0], len(self.regular))
+        if not done and own and "." not in own[0] and not self._listed_count():
+            self.places[0][own[0]] = len(self.regular)
         for stack, count in kept.items():
-            if Described.of(family, self.out, stack).count != count and (fields := known[stack].count_fields):
-                _put(self.places[-1], fields[0], count)
+            if Described.of(family, self.out, stack).count != count:
+                plain = (f for f in known[stack].count_fields if "." not in f)
+                roots[-1][next(plain, LAYERS[0])] = count
         now = Described.of(family, self.out, self.stack).count
         if (now is not None or not done) and now != len(self.regular) and not self._listed_count():
             raise UnsupportedError(
@@ -345,7 +374,7 @@ class _Follow:
         known = {*self._paths(), *self.apart, *self.before.fields, *PREDICTION}
         known |= {f for s in stacks for f in Described(self.family, self.config, s).count_fields}
         known |= {f for rule in self.family.spec.slices.rules for f in rule}
-        for place in self.places[: 1 if self.stack else None]:
+        for place in self.places:
             for name, value in place.items():
                 if name not in known and not is_part(name, value) and suspicious(name, value, self.count):
                     raise UnsupportedError(
@@ -398,17 +427,11 @@ def _as_numbers(value: Any) -> set[int]:
 
 def _by_words(config: Mapping[str, Any], prefix: str) -> tuple[str, Sequence[str]]:
     """The part of the config that is about a stack of which the family knows nothing, "" for all of it, and the fields
-    that count its layers, by what they are called. Raises UnsupportedError where there are none."""
+    that count its layers, by what they are called."""
     part = next(
         (n for n, words in _STACK_PARTS.items() if isinstance(config.get(n), dict) and words.search(prefix)), ""
     )
     place = config[part] if part else config
     tower = not part and any(_STACK_PARTS[name].search(prefix) for name in ("vision_config", "audio_config"))
     words = () if tower else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
-    counted = [f for f in words if type(place.get(f)) is int]
-    if not counted:
-        raise UnsupportedError(
-            f"no field of config.json is known to count the layers of `{prefix}`",
-            hint="merge this stack whole, with `models`",
-        )
-    return part, counted
+    return part, [f for f in words if type(place.get(f)) is int]
