@@ -111,7 +111,7 @@ def _of_a_run(training: Training | None, why: str) -> list[str]:
         return []
     names = ["param_groups"] if training.groups else []
     names += [*training.plain, *(["step"] if training.step is not None and not training.plain else [])]
-    return [f"{some(names, 6)} left out: {why}"] if names else []
+    return [f"{some(names, 12)} left out: {why}"] if names else []
 
 
 def _narrowed(target: Target, capabilities: Capabilities, keep: Sequence[str]) -> bool:

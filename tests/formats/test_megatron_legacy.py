@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
+from ckpttool.formats.base import Training
 from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import directories, grid_of
 from tests.helpers import tensorfile
@@ -462,6 +464,43 @@ def test_numbers_that_name_no_parameters(change: Callable[[Any], Any], tmp_path:
     run = copy_of(PLAIN, tmp_path)
     edit_all(run, lambda v: change(v["optimizer"]["optimizer"]["param_groups"]) and None)
     assert_left_out(run, "nothing says which parameters its numbers are", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "known"), [("word_embeddings", True), (r"layers\.0\..*linear_proj", True), (r"layers\.0\.", False)]
+)
+def test_frozen_parameters_have_no_number(frozen: str, known: bool, tmp_path: Path) -> None:
+    """The order of a group and the shapes of its states say which are missing; else nothing is guessed."""
+    before = open_checkpoint(PLAIN)
+    run = copy_of(PLAIN, tmp_path)
+
+    def freeze(value: Any) -> None:
+        whole = value["optimizer"]
+        groups, state = whole["optimizer"]["param_groups"], whole["optimizer"]["state"]
+        of = next(i for i, g in enumerate(groups) if g["wd_mult"])
+        decayed = [n for n, a in value["model"].items() if len(getattr(a, "shape", ())) > 1]
+        assert len(decayed) == len(groups[of]["params"])
+        for at in reversed([i for i, n in enumerate(decayed) if re.search(frozen, n)]):
+            del state[groups[of]["params"].pop(at)], whole["fp32_from_fp16_params"][of][at]
+        order = {n: i for i, n in enumerate(n for g in groups for n in g["params"])}
+        whole["optimizer"]["state"] = {order[n]: s for n, s in state.items()}
+        for g in groups:
+            g["params"] = [order[n] for n in g["params"]]
+
+    edit_all(run, freeze)
+    if not known:
+        assert_left_out(run, "some are frozen, and their shapes do not tell which", tmp_path)
+        return
+    found = open_checkpoint(run)
+    gone = {k for k in before.catalog.tensors if k not in found.catalog.tensors}
+    assert gone
+    assert gone == {k for k in before.catalog.tensors if k.component != "model" and re.search(frozen, k.name)}
+    held = {n for g in (found.stored.training or Training()).groups for n in g.parameters}
+    assert held == {k.name for k in before.catalog.tensors if k.component == "model"} - {k.name for k in gone}
+    reshard(PLAIN, tmp_path / "a", "--to", "ranks", "--tp-out", 1)
+    reshard(run, tmp_path / "b", "--to", "ranks", "--tp-out", 1)
+    a, b = (tensorfile.read_all(tmp_path / n, "rank-*") for n in "ab")
+    tensorfile.assert_same(b, {n: raw for n, raw in a.items() if n in b})
 
 
 def test_norms_that_decay_like_all_others(tmp_path: Path) -> None:

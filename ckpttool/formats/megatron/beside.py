@@ -194,5 +194,5 @@ def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bo
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take all of them: pass also {' '.join(needed)}")
     left = ["param_groups"] if training.groups and not optimizer else []
     if left := [*left, *(k for k in plain if k not in (*COUNTERS, *CONSUMED))]:
-        notes.append(f"left out, because Megatron has no place for it: {some(left)}")
+        notes.append(f"left out, because Megatron has no place for it: {some(left, 12)}")
     return out, notes

@@ -35,6 +35,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.formats import base
 from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import Grid, Held
+from ckpttool.formats.torch import names_of
 from ckpttool.states import STEP
 from ckpttool.storage.place import DataFile, Place
 from ckpttool.words import count
@@ -47,6 +48,7 @@ _BUFFER = re.compile(r"\.(?:expert_bias|local_tokens_per_expert|global_tokens_pe
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
 """What tells groups from each other, as Megatron itself does it when it loads them."""
 _OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM writes it anew"
+_FROZEN = "where parameters were frozen, save with --ckpt-format torch_dist, which names those that are trained"
 _WITHOUT = "or leave the optimizer out: --only model"
 
 Tensors = Callable[[Held, StoredTensor], Iterable[StoredTensor]]
@@ -200,7 +202,7 @@ class Optimizers:
                 raise UnsupportedError(
                     f"the optimizer is not read: it has {len(keys)} buffers, the rank's parameters fill {len(wanted)}",
                     where=where,
-                    hint=f"parameters that were frozen are not known; {_WITHOUT}",
+                    hint=f"{_FROZEN}; {_WITHOUT}",
                 )
             for key, group in zip(keys, wanted, strict=True):
                 self._flat.append(self._buffer(entry[key], group, stage, file, number))
@@ -243,7 +245,7 @@ class Optimizers:
             raise UnsupportedError(
                 f"the optimizer is not read: a buffer of {elements:,} elements {say}",
                 where=where,
-                hint=f"no file says where each parameter lies, and nothing is guessed; {_WITHOUT}",
+                hint=f"no file says where each parameter lies, and nothing is guessed. {_FROZEN}; {_WITHOUT}",
             )
         at = [fit.offsets[str(i)] for i in range(len(group))]
         return _Flat(group, at, {n: (t.file, t.offset) for n, t in vectors.items()})
@@ -294,6 +296,9 @@ class Optimizers:
         self._note_steps(groups, file.info)
         members = _members(groups, parameters, self.args)
         numbered = all(isinstance(g.get("params"), list) for g in groups) and isinstance(inner.get("state"), dict)
+        known = numbered and {*inner["state"]} <= {n for g in groups for n in g["params"] if type(n) is int}
+        if members is not None and known and not distributed:
+            members = [_trained(m, g["params"], inner["state"]) for m, g in zip(members, groups, strict=True)]
         if not numbered and not distributed:
             self._lacking[where] = None
         if members is None:
@@ -307,7 +312,8 @@ class Optimizers:
         if members is None or any(len(m) != len(g["params"]) for m, g in zip(members, groups, strict=True)):
             raise UnsupportedError(
                 "the optimizer is not read: nothing says which parameters its numbers are, and its groups have not as"
-                " many as Megatron's rule makes (norms and biases, and all others)",
+                " many as Megatron's rule makes (norms and biases, and all others): some are frozen, and their shapes"
+                " do not tell which",
                 where=where,
                 hint=f"save it with --use-distributed-optimizer, {_WITHOUT}",
             )
@@ -463,6 +469,24 @@ def _members(
             return None
         out[fitting[0]].append(h)
     return out
+
+
+def _trained(parameters: list[Held], numbers: Sequence[Any], state: Mapping[Any, Any]) -> list[Held]:
+    """Those of the parameters of a group that its optimizer has, where some are frozen and shapes tell which.
+
+    All of them, where they are as many as the numbers, or nothing tells it.
+    """
+    if len(parameters) == len(numbers) or any(type(n) is not int for n in numbers):
+        return parameters
+    shapes = {n: _shape(of) for n, of in state.items() if n in numbers}
+    own = {str(i): h for i, h in enumerate(parameters)}
+    dealt = names_of([[(n, shapes.get(n)) for n in numbers]], [(i, h.stored.shape) for i, h in own.items()], numbers)
+    return parameters if dealt is None else [own[dealt[n]] for n in numbers]
+
+
+def _shape(state: Any) -> tuple[int, ...] | None:
+    held = state.items() if isinstance(state, dict) else ()
+    return next((t.shape for what, t in held if what != STEP and isinstance(t, Tensor)), None)
 
 
 def _said(group: Mapping[str, Any], name: str) -> Any:

@@ -31,6 +31,7 @@ from ckpttool.mesh import Coords
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _VECTORS = ("param", *_MOMENTS)
 _LEAVE = "leave the optimizer out: --only model"
+_NAMED = f"write --to megatron-dist, whose files name the parameters that have state; or {_LEAVE}"
 _ONE_BUCKET = {"overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None}
 """How the vectors are laid out; with parameters of other sizes than multiples of 64 elements it makes a difference."""
 _WIDENED = "master weights that the source does not have are float32 of the model weights (exact)"
@@ -132,6 +133,6 @@ class Optimizer:
             raise UnsupportedError(
                 f"`{name}`: Megatron's optimizer keeps `{moment}` of all parameters in float32, and {why}",
                 where=name,
-                hint=_LEAVE,
+                hint=_NAMED if found is None else _LEAVE,
             )
         return found

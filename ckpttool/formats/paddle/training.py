@@ -96,4 +96,4 @@ def left_out(request: WriteRequest) -> list[str]:
     if training.step is not None and schedule_of(training) is None and _TRAINER not in request.companions:
         counted = any(t.component == "optimizer" for rank in request.ranks for t in rank)
         names += [] if counted or _STEPS & training.plain.keys() else ["step"]
-    return [f"{some(names, 6)} left out: Paddle's trainers take them from their own arguments"] if names else []
+    return [f"{some(names, 12)} left out: Paddle's trainers take them from their own arguments"] if names else []

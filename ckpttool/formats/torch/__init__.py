@@ -10,6 +10,7 @@ from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
 from ckpttool.formats.torch.meta import Meta
+from ckpttool.formats.torch.numbered import names_of
 from ckpttool.formats.torch.optimizer import read_beside
 from ckpttool.formats.torch.universal import Universal
 
@@ -32,6 +33,7 @@ __all__ = [
     "TorchFiles",
     "Universal",
     "entries_of",
+    "names_of",
     "plain_value",
     "read_beside",
     "read_pickle",
