@@ -34,6 +34,7 @@ from ckpttool.layout.rules import (
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.layout.statements import Transform
 from ckpttool.mesh import Coords, share
+from ckpttool.states import SCALARS
 from ckpttool.storage.place import DataFile
 
 LAYER = re.compile(r"(?<![^.])(?:layers?|h|blocks?|blk)\.(\d{1,18})(?![^.])")
@@ -131,8 +132,7 @@ class Assembler:
                 first = group[0]
                 if packing is not None and self.cutting.mesh.world > 1 and name not in weights.values():
                     packing.check(place.rule, name, first.dtype)
-                # A step count or a power of beta is one number for its parameter, however that is cut.
-                lone = is_per_tensor_scale(name, first.shape) or (first.state and prod(first.shape) == 1)
+                lone = is_per_tensor_scale(name, first.shape) or self._is_number(name, first, place)
                 place = _replicated(place) if lone else place
                 tensors[name] = self._one(name, group, place)
         for name, weight in weights.items():
@@ -226,6 +226,19 @@ class Assembler:
             return {}
         self.notes.append("experts are numbered from 0 on every ep rank; renumbered globally")
         return {r: share(total, ep, r)[0] for r in range(ep)}
+
+    def _is_number(self, name: str, t: StoredTensor, place: Placement) -> bool:
+        """Whether a state is one number for its parameter, however that is cut, as a step count is.
+
+        The moment of a rank's share has one element, too, where each rank has one head: the whole shape tells.
+        """
+        if not t.state or prod(t.shape) != 1:
+            return False
+        base = self.wholes.get(name, ())
+        if t.state in SCALARS or len(base) != len(t.shape) or prod(base) == 1:
+            return True
+        at = self._coords[t.rank]
+        return local_boxes(place.rule, base, self.cutting, at, bias=is_bias(name)).shape != t.shape
 
     def _one(
         self,
