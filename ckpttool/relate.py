@@ -839,8 +839,11 @@ def parameters(catalog: Catalog) -> TensorTable:
 
 
 def _is_number(t: LogicalTensor, parameter: LogicalTensor) -> bool:
-    """Whether the tensor is one number about a parameter, and not its one element."""
-    return prod(t.shape) == 1 and (prod(parameter.shape) != 1 or t.key.state in SCALARS)
+    """Whether the tensor is one number about a parameter, and not its one element.
+
+    torch keeps such numbers without axes (NAdam's ``mu_product``, ASGD's ``eta``), Paddle with one.
+    """
+    return prod(t.shape) == 1 and (t.shape != parameter.shape or t.key.state in SCALARS)
 
 
 def propagate_to_component(

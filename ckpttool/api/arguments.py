@@ -80,11 +80,10 @@ def pair_of_betas(said: str | Iterable[float] | None) -> tuple[float, float] | N
     """The two betas of Adam: ``(0.9, 0.999)`` or ``"0.9,0.999"``."""
     if isinstance(said, str):
         return parse_betas(said, "betas")
-    found = None if said is None else tuple(said) if isinstance(said, Iterable) else ()
-    if found is None:
+    if said is None:
         return None
     try:
-        first, second = map(float, found)
+        first, second = map(float, said)
     except (TypeError, ValueError):
         first = second = -1.0
     if not (0 <= first < 1 and 0 <= second < 1):

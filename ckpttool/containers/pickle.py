@@ -457,7 +457,7 @@ class Machine:
             items = tuple([self.acyclic(x, path, done) for x in v])
             new = v if all(map(is_, items, v)) else items
         else:
-            held = v.fields if type(v) is Record else v
+            held: Any = v.fields if type(v) is Record else v
             for at, x in enumerate(held) if type(held) is list else held.items():
                 held[at] = self.acyclic(x, path, done)
         path.remove(id(v))
@@ -765,7 +765,8 @@ class Machine:
     def reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack.pop()
-        if type(function) is not Global and not (type(function) is Record and self.vocabulary.keeps_odd):
+        is_made = type(function) is Record and self.vocabulary.keeps_odd
+        if type(function) is not Global and not is_made:
             self.corrupt(f"the pickle calls a {type(function).__name__.strip('_')}")
         items: tuple[Any, ...]
         if type(args) is _Args:
@@ -774,7 +775,7 @@ class Machine:
             items = args
         else:
             self.corrupt(f"the pickle calls `{function}` with something that is not a tuple")
-        if type(function) is Record:  # functools.partial: how protocol 2 makes an instance with keywords
+        if is_made:  # by functools.partial: how protocol 2 has an instance made with keywords
             self.stack.append(self.inert(function.cls, function, *[self.plain(i) for i in items]))
             return
         call = self.vocabulary.calls.get(function, Machine.call_inert)

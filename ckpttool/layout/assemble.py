@@ -156,10 +156,11 @@ class Assembler:
         """
         if not first.state or prod(first.shape) != 1:
             return False
-        if first.state in SCALARS or name not in self.wholes:
+        base = self.wholes.get(name, ())
+        if first.state in SCALARS or len(base) != len(first.shape) or prod(base) == 1:
             return True
         try:
-            share = local_boxes(rule, self.wholes[name], self.cutting, self._coords[first.rank], bias=is_bias(name))
+            share = local_boxes(rule, base, self.cutting, self._coords[first.rank], bias=is_bias(name))
         except IndivisibleError:
             return True
         return share.shape != first.shape

@@ -65,6 +65,8 @@ class Node:
 
 
 class Keywords:
+    a: int
+
     def __new__(cls, *, a: int) -> Self:
         self = object.__new__(cls)
         self.a = a
@@ -138,7 +140,7 @@ ARRAYS: dict[str, Any] = {
     "big-endian": np.ones(3, ">f4"),
     "records": np.zeros(2, [("a", "f4"), ("b", "<i4")]),
     "times": np.array(["2020-01-01"], "datetime64[D]"),
-    "masked": np.ma.masked_array([1, 2], mask=[0, 1]),
+    "masked": np.ma.masked_array([1, 2], mask=[False, True]),
 }
 
 
