@@ -287,7 +287,8 @@ def stock_ratio(products: Array) -> Array:
     t = n c / (1 + (n - 1) c), c the mean cosine over all pairs; 0 where the divisor vanishes and t is not defined.
     """
     count = len(products)
-    norms = np.sqrt(np.einsum("ii...->i...", products))
+    each = np.arange(count)
+    norms = np.sqrt(products[each, each])
     pairs = [
         np.clip(products[i, j] / np.maximum(norms[i] * norms[j], 1e-6), -1, 1)
         for i in range(count)
