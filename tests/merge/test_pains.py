@@ -20,6 +20,7 @@ from ckpttool.ops.merge.config import merged_config
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Array, Tensors, read_all
 from tests.merge.models import HIDDEN, bf16, f32, finetuned, floats, llama, llama_config, merge, refused, save
+from tests.merge.processors import older
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "merge"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -436,10 +437,10 @@ def endless(large: tuple[Path, Path], out: Path) -> list[object]:
     return [*large, "-o", out, *words]
 
 
-def started(out: Path, words: list[object]) -> subprocess.Popen[str]:
+def started(out: Path, words: list[object], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """A merge that has begun to write."""
     command = [sys.executable, "-m", "ckpttool", "merge", *map(str, words)]
-    tool = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    tool = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
     partial = out.with_name(out.name + ".partial")
     while tool.poll() is None and not any(partial.glob("*.safetensors*")):
         time.sleep(0.005)
@@ -460,6 +461,19 @@ def test_killed_half_way_and_resumed(wait: float, large: tuple[Path, Path], tmp_
     same(read_all(out), read_all(tmp_path / "clean"))
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "clean").iterdir())
     shutil.rmtree(out)
+
+
+@pytest.mark.thorough  # in short: test_parts_by_other_kernels_are_verified of test_portable.py
+def test_killed_on_one_processor_and_resumed_on_another(large: tuple[Path, Path], tmp_path: Path) -> None:
+    words = [large[1], "--base", large[0], "--method", "slerp", "--param", "t=0.3", "--dtype", "f32", "--workers", "2"]
+    words += ["--max-shard-size", "1MB"]
+    out = tmp_path / "out"
+    with started(out, [*words, "-o", out], older()) as tool:
+        tool.send_signal(signal.SIGKILL)
+    if not out.exists():
+        merge(*words, "-o", out, "--resume", "--verify")
+    merge(*words, "-o", tmp_path / "clean")
+    same(read_all(out), read_all(tmp_path / "clean"))
 
 
 def children(pid: int) -> list[int]:

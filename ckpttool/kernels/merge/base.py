@@ -7,7 +7,8 @@ A method is written top to bottom, as its formula is:
 
         def measure(chunk: Chunk) -> None:                  # a pass: called for every chunk, in order
             a, b = chunk.model(0), chunk.model(1)
-            sums[:] += dot(a, a), dot(b, b), dot(a, b)
+            work = chunk.scratch(0)
+            sums[:] += dot(a, a, work), dot(b, b, work), dot(a, b, work)
 
         yield measure                                       # "let this see the whole tensor"
         x, y = coefficients(sums)

@@ -3,7 +3,7 @@
 y is the result as it was written, x_i the models (without the base), b the base, all as float32; d_i = x_i - b. Where
 there is no base, a method that picks elements picks those of x_i, and d_i = x_i. p_i is what the method lets model i
 add: d_i where it keeps the element, else 0, times its weight in mergekit's methods (see ``Parts``); for methods that
-keep everything it is d_i. Sums are float64, of float32 stretches that are too short to lose anything.
+keep everything it is d_i. Sums are those of ``kernels.portable``.
 """
 
 from __future__ import annotations

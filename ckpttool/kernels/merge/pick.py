@@ -136,6 +136,10 @@ def _base(chunk: Chunk, out: Array) -> None:
     np.copyto(out, chunk.base())
 
 
+_DIVERGING = 32 << 10
+"""Elements whose softmax is taken at a time: some float64 arrays of them lie in the second-level cache."""
+
+
 def _divergence(model: Array, base: Array) -> Array:
     """sum p ln(p / q) of each row, with p and q the rows' softmax plus 1e-8: float32 ``(rows, 1)``.
 
@@ -171,10 +175,14 @@ def _fused(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
     """What gives the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
     columns = tensor.columns
     divergences = np.empty((tensor.size // columns, 1), np.float32)
+    together = max(1, _DIVERGING // columns)
 
     def survey(chunk: Chunk) -> None:
         model, base = chunk.model(0).reshape(-1, columns), chunk.base().reshape(-1, columns)
-        divergences[chunk.start // columns : chunk.stop // columns] = _divergence(model, base)
+        found = divergences[chunk.start // columns : chunk.stop // columns]
+        for at in range(0, len(found), together):
+            rows = slice(at, at + together)
+            found[rows] = _divergence(model[rows], base[rows])
 
     def importance(chunk: Chunk) -> Array:
         d = chunk.delta(0)
