@@ -113,7 +113,7 @@ ANSWERS: list[list[str]] = [
     ["inspect", "SRC", "--diff", "LLAMA"],
     ["inspect", "SRC", "--diff", "SRC"],
     *(["reshard", "LLAMA", "DST", "--tp-out", "2", "-n", *words] for words in ([], ["--json"])),
-    ["merge", "LLAMA", "LLAMA", "--method", "linear", "--weights", "1,1", "-o", "DST", "-n", "--json"],
+    ["merge", "LLAMA", "-o", "DST", "-n", "--json"],
     ["drop-keys", "LLAMA", "DST", "lm_head.weight", "-n"],
     ["fp8-cast", "LLAMA", "DST", "-n"],
 ]
@@ -151,9 +151,9 @@ def test_an_answer_that_nobody_gets(src: Path, words: list[str]) -> None:
         assert unread[1] in said
     for (code, err), why in ((shut, "it is closed"), (filled, "No space left on device")):
         assert code in {1, usual or 1}
-        assert err.startswith(said)
         if words[-1] != "/dev/stdout":
             assert err.removeprefix(said) == f"error: cannot write to stdout: {why}\n"
+            assert said or err.count("\n") == 1
         else:
             assert err.count("error: the report cannot be written") == 1
 
