@@ -19,6 +19,7 @@ VerifyError        3     the output was checked and is not equal to the source
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,13 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return _UNSEEN.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
+
+
+def unprinted(e: OSError) -> str:
+    """Why stdout cannot be written, in a sentence; "" where its reader is gone (`| head`): that is no failure."""
+    if isinstance(e, BrokenPipeError):
+        return ""
+    return f"cannot write to stdout: {'it is closed' if e.errno == errno.ENOTCONN else e.strerror}"
 
 
 class CkptError(Exception):

@@ -26,7 +26,7 @@ from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
 from ckpttool.cli.reshard import reshard
-from ckpttool.errors import CkptError, UsageError, plain
+from ckpttool.errors import CkptError, UsageError, plain, unprinted
 from ckpttool.storage import access
 from ckpttool.version import __version__
 
@@ -73,8 +73,10 @@ class _Commands(TyperGroup):
             try:
                 with reworded():
                     result = super().invoke(ctx)
-            except BaseException:  # how the command ends is more than whether all of its output is read
-                flush(sys.stdout)
+            except BaseException as e:  # how the command ends is more than whether all of its output is read
+                unread = flush(sys.stdout)
+                if unread is not None and isinstance(e, typer.Exit):
+                    raise typer.Exit(_unprinted(unread, e.exit_code)) from None
                 raise
             sys.stdout.flush()
         except CkptError as e:
@@ -102,13 +104,13 @@ class _Commands(TyperGroup):
         return result
 
 
-def _unprinted(e: OSError) -> int:
-    """Say that stdout cannot be written. Returns the exit code."""
+def _unprinted(e: OSError, code: int = 0) -> int:
+    """Say that stdout cannot be written. Returns the exit code of a command that would have ended with ``code``."""
     silence(sys.stdout)
-    if isinstance(e, BrokenPipeError):  # the reader of our output is gone (`| head`); that is no failure
-        return 0
-    say(f"error: what was to be printed cannot be written: {e.strerror}\n  --> stdout")
-    return 1
+    why = unprinted(e)
+    if why:
+        say(f"error: {why}")
+    return code or bool(why)
 
 
 app = typer.Typer(
@@ -171,4 +173,8 @@ def main() -> NoReturn:
         if e.filename is not None:
             raise
         sys.exit(_unprinted(e))
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # Typer's answer to it, where --help has no reader
+            sys.exit(0)
+        raise
     sys.exit(0)

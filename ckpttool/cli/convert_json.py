@@ -9,6 +9,7 @@ import typer
 
 from ckpttool.cli import options
 from ckpttool.cli.options import argument, bytes_of, flag, value
+from ckpttool.cli.process import reader_may_leave
 from ckpttool.cli.values import local, place
 from ckpttool.errors import UsageError
 
@@ -135,7 +136,8 @@ def _check(
 
     repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None
     result = check_program(fix or src, params or beside(program_of(src)), names)
-    report.show_program_check(result, repaired, as_json=shown.json, quiet=shown.quiet)
+    with reader_may_leave():
+        report.show_program_check(result, repaired, as_json=shown.json, quiet=shown.quiet)
     if not result.ok:
         raise typer.Exit(3)
 
@@ -146,7 +148,8 @@ def _index(src: Place, flags: ConvertFlags, shown: options.OutputFlags, *, check
 
     if check:
         result = index.verify(src)
-        report.show_program_check(result, None, as_json=shown.json, quiet=shown.quiet)
+        with reader_may_leave():
+            report.show_program_check(result, None, as_json=shown.json, quiet=shown.quiet)
         if not result.ok:
             raise typer.Exit(3)
         return

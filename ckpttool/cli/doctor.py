@@ -8,6 +8,7 @@ import typer
 
 from ckpttool.cli import options
 from ckpttool.cli.options import argument, flag
+from ckpttool.cli.process import reader_may_leave
 
 
 @options.grouped
@@ -24,6 +25,7 @@ def doctor(
     from ckpttool.report.doctor import show_health
 
     health = examine(path, online=online)
-    show_health(health, as_json=shown.json, quiet=shown.quiet)
+    with reader_may_leave():
+        show_health(health, as_json=shown.json, quiet=shown.quiet)
     if not health.ok:
         raise typer.Exit(3)

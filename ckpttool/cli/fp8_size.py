@@ -9,6 +9,7 @@ import typer
 
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.cli.process import reader_may_leave
 from ckpttool.cli.values import sides
 from ckpttool.errors import UsageError
 from ckpttool.words import either, one_of, parse_count, parse_size
@@ -133,6 +134,7 @@ def fp8_size(
         **vars(counted),
     )
     found = answer(src, opened, question)
-    report.show_fp8_size(found, by=by or "class", unit=unit, as_json=shown.json, quiet=shown.quiet)
+    with reader_may_leave():
+        report.show_fp8_size(found, by=by or "class", unit=unit, as_json=shown.json, quiet=shown.quiet)
     if not found.ok:
         raise typer.Exit(3)

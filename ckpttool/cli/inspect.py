@@ -10,6 +10,7 @@ import typer
 
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.cli.process import reader_may_leave
 from ckpttool.errors import UsageError
 from ckpttool.words import one_of
 
@@ -116,10 +117,13 @@ def inspect(
 
         check_page(question.html)
         found = everything(src, opened, question, watch)
-        code = show_survey(found, question.html, as_json=shown.json, quiet=shown.quiet, findings=files)
+        code = 0 if found.ok else 3
+        with reader_may_leave():
+            code = show_survey(found, question.html, as_json=shown.json, quiet=shown.quiet, findings=files)
     else:
         answer = look(src, opened, question, watch)
-        report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
+        with reader_may_leave():
+            report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
         code = 0 if answer.ok else 3
     if code:
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Literal, TextIO
 
@@ -17,31 +18,43 @@ _AGAIN = 0.01
 
 
 def open_streams() -> None:
-    """Give what is closed of stdin, stdout and stderr to /dev/null.
+    """Give what is closed of stdin and stderr to /dev/null, and let stdout be what cannot be written.
 
     Otherwise the first files that are opened get these numbers, and messages are written into data.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_WRONLY if number else os.O_RDONLY)  # the lowest number that is free: this one
+        except OSError:  # what is opened now gets the lowest number that is free: this one
+            if number == 1:
+                _open_unwritable()
+            else:
+                os.open(os.devnull, os.O_WRONLY if number else os.O_RDONLY)
     # Python has set to None what was closed when it started.
     sys.stdin = sys.stdin or _stream(0, "r")
     sys.stdout = sys.stdout or _stream(1, "w")
     sys.stderr = sys.stderr or _stream(2, "w")
 
 
+def _open_unwritable() -> None:
+    """Open what fails when it is written, also as /dev/stdout: a socket that leads nowhere."""
+    import socket
+
+    socket.socket(socket.AF_UNIX).detach()
+
+
 def _stream(number: int, mode: Literal["r", "w"]) -> TextIO:
     return open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def flush(stream: TextIO) -> None:
-    """Write what is left in a stream, if anybody takes it."""
+def flush(stream: TextIO) -> OSError | None:
+    """Write what is left in a stream. Returns why that cannot be; then nothing is left."""
     try:
         stream.flush()
-    except OSError:
+    except OSError as e:
         silence(stream)
+        return e
+    return None
 
 
 def silence(stream: TextIO) -> None:
@@ -49,6 +62,16 @@ def silence(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Print an answer that decides the exit code, too: it does so also where nobody reads to the end (`| head`)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence(sys.stdout)
 
 
 def say(text: str) -> None:

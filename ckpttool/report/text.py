@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ckpttool.errors import UNSEEN, plain
+from ckpttool.errors import UNSEEN, plain, unprinted
 from ckpttool.report.style import painted
 from ckpttool.words import ranges, short
 
@@ -183,8 +183,8 @@ def of_a_result() -> Iterator[None]:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        if not isinstance(e, BrokenPipeError):
-            message(f"warning: the output is complete, but what was to be printed cannot be written: {e.strerror}")
+        if why := unprinted(e):
+            message(f"warning: the output is complete, but ckpttool {why}")
 
 
 def notes(lines: Iterable[str]) -> None:

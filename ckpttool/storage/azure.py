@@ -7,6 +7,7 @@ that azure-identity finds (variables, workload or managed identity, ``az login``
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -26,8 +27,10 @@ from azure.storage.blob import (
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
-from ckpttool.storage.http import ChangedError, HttpError
+from ckpttool.storage.http import REDIRECTS, ChangedError, HttpError, led
 from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
+
+logging.getLogger("azure").addHandler(logging.NullHandler())  # it would say on stderr what we say better
 
 SCOPE = "https://storage.azure.com/.default"
 VERSION = "2021-12-02"
@@ -60,6 +63,7 @@ def _made(name: str) -> ContainerClient:
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
     retries = ExponentialRetry(initial_backoff=0, increment_base=2, retry_total=TRIES, random_jitter_range=1)
     options: dict[str, Any] = {"retry_policy": retries, "connection_timeout": 10, "read_timeout": 60}
+    options["permit_redirects"] = False  # Azure has none, and these would go anywhere
     if text and not anonymous():
         return ContainerClient.from_connection_string(text, name, **options)
     account = _env("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
@@ -192,6 +196,10 @@ def code_of(e: exceptions.HttpResponseError) -> str:
 
 def explained(e: exceptions.AzureError, where: str) -> OSError | CkptError:
     """What an error of Azure's libraries means to users."""
+    if isinstance(e, exceptions.HttpResponseError) and e.status_code in REDIRECTS:
+        to = led(e.response.headers.get("Location", "") if e.response else "")
+        what = f"the server of the account redirects{to}, which is refused: a login is for the server that was named"
+        return AccessError(what, where=where, hint="check the account's name and AZURE_STORAGE_SERVICE_ENDPOINT")
     if isinstance(e, exceptions.HttpResponseError) and e.status_code:
         return _meaning(code_of(e), e.status_code, where)
     if isinstance(e, exceptions.ServiceRequestError | exceptions.ServiceResponseError):

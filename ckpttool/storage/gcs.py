@@ -120,7 +120,8 @@ class Bucket:
                 raise _meaning(answer, where, of_object=of_object)
             said = answer.json()
         except HttpError as e:
-            raise AccessError(str(e.strerror), where=where, hint="check the network and the proxy") from None
+            hint = e.hint or "check the network and the proxy"
+            raise AccessError(str(e.strerror), where=where, hint=hint) from None
         if not isinstance(said, dict):
             raise AccessError("the answer is not one of Google Cloud Storage", where=where)
         return said

@@ -43,6 +43,7 @@ from ckpttool.version import __version__
 from ckpttool.words import count
 
 __all__ = [
+    "REDIRECTS",
     "Answer",
     "ChangedError",
     "Client",
@@ -51,6 +52,7 @@ __all__ = [
     "NoRangesError",
     "RefusedRedirectError",
     "client",
+    "led",
     "shown",
     "using",
 ]
@@ -66,7 +68,7 @@ LONGEST_WAIT = 330.0
 FIRST_WAIT, MAX_WAIT = 0.5, 20.0
 LONG, SILENT = 10.0, 30.0
 """Seconds of waiting that somebody hears of, and seconds before the next time."""
-MAX_REDIRECTS = 5
+MAXREDIRECTS = 5
 MAX_BODY = 16 << 20
 """Bytes of an answer to ``request``."""
 MAX_REASON = 64 << 10
@@ -77,7 +79,7 @@ STEP = 1 << 20
 """Bytes that are read at a time. What came of a range before a connection broke is not asked for again."""
 
 _AGAIN = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
-_REDIRECTS = {301, 302, 303, 307, 308}
+REDIRECTS = {301, 302, 303, 307, 308}
 _REPEATABLE = {"GET", "HEAD", "PUT", "DELETE", "OPTIONS"}
 _FOR_OTHERS = {"accept", "accept-encoding", "user-agent", "range", "if-match", "if-unmodified-since"}
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
@@ -115,6 +117,9 @@ class Answer(NamedTuple):
 class HttpError(OSError):
     """No answer, or none that can be used. ``strerror`` is a sentence, without secrets."""
 
+    hint = ""
+    """What would work, where that follows from the kind of error alone."""
+
     def __init__(self, sentence: str, url: str, answer: Answer | None = None, *, number: int = errno.EIO) -> None:
         super().__init__(number, sentence, shown(url))
         self.answer = answer
@@ -130,7 +135,12 @@ class ChangedError(HttpError):
 
 
 class RefusedRedirectError(HttpError):
-    """An answer led to where nobody should be led."""
+    """An answer led to where nobody should be led. It says from where, to where, and why that is refused."""
+
+    hint = (
+        "if you trust it, give the address that it leads to, or download the file and give its path;"
+        " a proxy or a login page that answers in the server's place redirects, too"
+    )
 
 
 class NoRangesError(HttpError):
@@ -328,16 +338,17 @@ class Client:
         named = _parsed(call.origin or url, call.url)[0]
         if call.origin is not None:
             allowed = self._may_lead(call, named, url)
-        for _ in range(MAX_REDIRECTS + 1):
+        for _ in range(MAXREDIRECTS + 1):
             answer = self._send(call, url, headers, allowed)
             to = answer.headers.get("Location")
-            if answer.status not in _REDIRECTS or not call.follow or call.method not in ("GET", "HEAD") or not to:
+            if answer.status not in REDIRECTS or not call.follow or call.method not in ("GET", "HEAD") or not to:
                 return answer
             here, url = split(url)[0], _location(url, to)
             allowed = self._may_lead(call, named, url, here)
             if not _is_home(here, split(url)[0]):
                 headers = {k: v for k, v in headers.items() if k.lower() in _FOR_OTHERS}
-        raise RefusedRedirectError(f"there are more than {MAX_REDIRECTS} redirects", call.url)
+        what = f"there are more than {MAXREDIRECTS} redirects, from {named} and at last to {_address(url)}"
+        raise RefusedRedirectError(what, call.url)
 
     def _may_lead(self, call: _Call, named: Host, url: str, here: Host | None = None) -> Collection[str]:
         """How near the host of a URL may be that an answer named. Raises RefusedRedirectError for other reasons."""
@@ -346,7 +357,8 @@ class Client:
         except ValueError as e:
             raise RefusedRedirectError(f"{named} redirects, but {e}", call.url) from None
         if "https" in (named.scheme, here.scheme if here else "") and host.scheme != "https":
-            raise RefusedRedirectError(f"{named} redirects from https to http ({host})", call.url)
+            what = f"{here or named} redirects from https to http ({_address(url)}), which is refused"
+            raise RefusedRedirectError(what, call.url)
         return {PUBLIC, self._connections.home(named)}
 
     def _send(self, call: _Call, url: str, headers: dict[str, str], allowed: Collection[str] | None) -> Answer:
@@ -356,7 +368,9 @@ class Client:
             try:
                 conn, used = self._connections.take(host, allowed, fresh=fresh)
             except AddressError as e:
-                raise RefusedRedirectError(f"a redirect is refused: {e}", call.url) from None
+                named = _parsed(call.origin or call.url, call.url)[0]
+                what = f"a redirect from {named} to {_address(url)} is refused: {e}"
+                raise RefusedRedirectError(what, call.url) from None
             if call.stopped.is_set():
                 self._connections.drop(conn)
                 raise ConnectionAbortedError
@@ -594,6 +608,20 @@ def _location(url: str, to: str) -> str:
         to = to.encode("latin-1").decode()  # most that are not ASCII are UTF-8
     try:
         return urljoin(url, to.strip().replace(" ", "%20")).partition("#")[0]
+    except ValueError:
+        return ""
+
+
+def _address(url: str) -> str:
+    """Where a redirect leads, as messages show it: what stands behind the host may be a secret."""
+    host = split(url)[0]
+    return f"{host.scheme}://{host}"
+
+
+def led(location: str) -> str:
+    """``" to https://HOST"``, of a redirect that another library did not follow; "" where it does not say."""
+    try:
+        return f" to {_address(location)}"
     except ValueError:
         return ""
 

@@ -80,7 +80,7 @@ class Model(NamedTuple):
         try:
             answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
         except RefusedRedirectError as e:
-            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where) from None
+            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where, hint=e.hint) from None
         except HttpError as e:
             raise AccessError(
                 f"the Hub did not answer: {e.strerror}",
@@ -362,9 +362,8 @@ class Stored:
             return CorruptError(f"the Hub's storage has another file than the Hub lists: {e.strerror}", where=where)
         if e.answer is not None and e.status < 500 and origin(e.answer.url) == origin(self.hub):
             return refused(e.answer, self.commit.model.asked(self.commit.name))
-        return AccessError(
-            f"the Hub's storage cannot be read: {e.strerror}", where=where, hint="check the network, then run it again"
-        )
+        hint = e.hint or "check the network, then run it again"
+        return AccessError(f"the Hub's storage cannot be read: {e.strerror}", where=where, hint=hint)
 
     def _locate(self, stale: _Location | None) -> _Location:
         """Where the file is; asked for again if it is where it was, or its signature has expired."""

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 from ckpttool.errors import AccessError, CorruptError, UsageError
-from ckpttool.storage.http import ChangedError, HttpError, client
+from ckpttool.storage.http import ChangedError, HttpError, RefusedRedirectError, client
 from ckpttool.storage.network import is_signed
 from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import in_memory, stream
@@ -386,6 +386,8 @@ class _ObjectFile:
         if isinstance(e, ChangedError):
             what = "the object is not the one that was opened: it has changed"
             raise CorruptError(what, where=str(self.info.place), hint="repeat the command") from None
+        if isinstance(e, RefusedRedirectError):
+            raise AccessError(str(e.strerror), where=str(self.info.place), hint=e.hint) from None
         self._store.explain(e, self._key)
 
     def _get(self, into: memoryview, at: int, *, renew: bool) -> None:

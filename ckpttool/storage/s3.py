@@ -20,7 +20,7 @@ from botocore.parsers import ResponseParserError
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
 from ckpttool.storage.access import anonymous
-from ckpttool.storage.http import ChangedError, HttpError
+from ckpttool.storage.http import REDIRECTS, ChangedError, HttpError, led
 from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
 
 TRIES = 10
@@ -71,8 +71,21 @@ def client(region: str | None = None, style: str = "") -> Any:
                 made = session.client("s3", region_name=region, config=config)
             except (exceptions.BotoCoreError, ValueError) as e:
                 raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
+            if not _AMAZON.fullmatch(made.meta.endpoint_url):
+                made.meta.events.register("before-parse.s3", _refuse_redirect)
             _clients[here] = made
         return _clients[here]
+
+
+class _RedirectedError(exceptions.BotoCoreError):  # type: ignore[misc]
+    """The server that AWS_ENDPOINT_URL names leads elsewhere; botocore would take that for another region, for ever."""
+
+    fmt = "the server redirects{to}, which is refused: a login is for the server that was named"
+
+
+def _refuse_redirect(response_dict: dict[str, Any], **_: Any) -> None:
+    if response_dict["status_code"] in REDIRECTS:
+        raise _RedirectedError(to=led(response_dict["headers"].get("location", "")))
 
 
 def close() -> None:
@@ -91,6 +104,9 @@ def explained(e: Exception, where: str) -> OSError | CkptError:
         return _meaning(str(said.get("Code", "")), status, where)
     if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
+    if isinstance(e, _RedirectedError):
+        hint = "let AWS_ENDPOINT_URL name the server of the bucket itself; a login page may answer in its place"
+        return AccessError(f"S3 cannot be used: {e}", where=where, hint=hint)
     if isinstance(e, exceptions.HTTPClientError | exceptions.ConnectionError):  # refused, timeouts, TLS, proxies
         return AccessError("S3 does not answer", where=where, hint="check the network and AWS_ENDPOINT_URL")
     if isinstance(e, exceptions.ParamValidationError):

@@ -418,7 +418,8 @@ def _prober(place: WebPlace) -> Callable[[str], bool]:
             return False
         try:
             return _ask(place / name) is not None
-        except RefusedRedirectError:
+        except RefusedRedirectError as e:
+            _refused[place] = f"{e.strerror}; {e.hint}"
             return False
         except HttpError as e:
             if e.status in _NO_ENTRY:  # S3 says so of what is not there to those who may not list
@@ -443,13 +444,11 @@ def _explain(place: WebPlace, e: HttpError) -> NoReturn:
     if isinstance(e, NoRangesError):
         what = f"{split(place.url)[0]} sends whole files only, and this one is too large to be read like that"
         raise UnsupportedError(what, where=str(place), hint=_DOWNLOAD) from None
-    hint = "check the URL, the network and the proxy (HTTPS_PROXY)"
+    hint = e.hint or "check the URL, the network and the proxy (HTTPS_PROXY)"
     if e.status in _NO_ENTRY:
         hint = _LOG_IN
     elif e.status:
         hint = "try again later"
-    elif isinstance(e, RefusedRedirectError):
-        hint = "download the file with a program that you trust to follow it, and give its path"
     raise AccessError(f"the file cannot be reached: {e.strerror}", where=str(place), hint=hint) from None
 
 

@@ -552,11 +552,8 @@ def test_wrong_input_leaves_alone_who_is_still_there(
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_part_without_work_is_not_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Others that are done do not make DST before it can tell it from another one, whoever has the work."""
-    plan, dst, prepare = (
-        reshard(tmp_path / "src", [((8, 8), None)], 1, 1),
-        tmp_path / "dst",
-        members.MemberDestination.prepare,
-    )
+    plan, dst = reshard(tmp_path / "src", [((8, 8), None)], 1, 1), tmp_path / "dst"
+    prepare = members.MemberDestination.prepare
     seen: list[RunResult] = []
 
     def overtaken(self: members.MemberDestination, make: Any) -> Any:

@@ -17,12 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.cli.app import app
 from tests.helpers.sample import some
 from tests.helpers.tensorfile import assert_same, header, read_all, save_hf
 from tests.reshard.test_file_names import UNET
 
 CONFIG = {"model_type": "none"}
 ROOT = Path(__file__).parents[2]
+PIR, LLAMA = ROOT / "fixtures/paddle_programs/pir/model.json", ROOT / "fixtures/llama_tp8"
+COMMANDS = [c.name for c in app.registered_commands if c.name]
 CLOSED = list(chain.from_iterable(combinations((0, 1, 2), n) for n in some((1, 2, 3), (3,))))
 
 
@@ -47,7 +50,7 @@ def test_closed(src: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
         (2, ["inspect", src / "nowhere"]),
     ]
     if len(closed) == 3:
-        more = [(0, ["drop-keys", src, tmp_path / "dropped", "*.2.*"]), (0, ["inspect", src]), (2, ["reshard", src])]
+        more = [(0, ["drop-keys", src, tmp_path / "dropped", "*.2.*"]), (1, ["inspect", src]), (2, ["reshard", src])]
         runs += some([(0, ["merge", src, "-o", tmp_path / "merged", "--workers", 2]), *more], [])
     for code, words in runs:
         run = start(words, *closed)
@@ -70,7 +73,7 @@ def test_full(src: Path, tmp_path: Path) -> None:
         run = start(["reshard", src, tmp_path / "dst", "--to", "hf"], stdout=full.fileno())
         _, err = run.communicate(timeout=60)
         assert run.returncode == 0
-        assert "warning: the output is complete, but what was to be printed cannot be written: No space" in err
+        assert "warning: the output is complete, but ckpttool cannot write to stdout: No space" in err
         assert read_all(tmp_path / "dst").keys() == UNET.keys()
         printed: list[list[object]] = [
             ["inspect", src],
@@ -81,12 +84,78 @@ def test_full(src: Path, tmp_path: Path) -> None:
             run = start(words, stdout=full.fileno())
             _, err = run.communicate(timeout=60)
             assert run.returncode == 1
-            assert err.endswith(
-                "error: what was to be printed cannot be written: No space left on device\n  --> stdout\n"
-            )
+            assert err.endswith("error: cannot write to stdout: No space left on device\n")
         both = ["reshard", src, tmp_path / "three", "--to", "hf"]
         assert start(both, stdout=full.fileno(), stderr=full.fileno()).wait(60) == 0
         assert start(both, stdout=full.fileno(), stderr=full.fileno()).wait(60) == 1
+
+
+ANSWERS: list[list[str]] = [
+    [],
+    ["--help"],
+    ["--version"],
+    *([command, "--help"] for command in COMMANDS),
+    ["doctor"],
+    ["doctor", "--json"],
+    ["explain"],
+    ["explain", "usage"],
+    ["explain", "--json"],
+    ["merge", "--list-methods"],
+    ["convert-json", "--check", "PIR"],
+    ["convert-json", "--check", "PIR", "--json"],
+    ["convert-json", "--header", "SRC/model.safetensors"],
+    ["convert-json", "--index", "SRC", "--check"],
+    ["fp8-size", "LLAMA"],
+    ["fp8-size", "LLAMA", "--json"],
+    *(["inspect", "SRC", *words] for words in ([], ["--json"], ["--stats"], ["--depth", "2"], ["--check"], ["--hash"])),
+    ["inspect", "SRC", "--html", "/dev/stdout"],
+    ["inspect", "LLAMA", "--ranks"],
+    ["inspect", "SRC", "--diff", "LLAMA"],
+    ["inspect", "SRC", "--diff", "SRC"],
+    *(["reshard", "LLAMA", "DST", "--tp-out", "2", "-n", *words] for words in ([], ["--json"])),
+    ["merge", "LLAMA", "-o", "DST", "-n", "--json"],
+    ["drop-keys", "LLAMA", "DST", "lm_head.weight", "-n"],
+    ["fp8-cast", "LLAMA", "DST", "-n"],
+]
+"""All that answers on stdout, and writes nothing else."""
+
+
+def ended(words: Sequence[str], src: Path, **streams: int) -> tuple[int, str]:
+    places = {"PIR": PIR, "SRC": src, "LLAMA": LLAMA, "DST": src.parent / "none"}
+    given = [str(places.get(head, head)) + slash + rest for head, slash, rest in (w.partition("/") for w in words)]
+    closed = () if streams else (1,)
+    run = start(given, *closed, **streams)
+    err = run.communicate(timeout=120)[1]
+    assert "Traceback" not in err
+    assert "Exception" not in err
+    return run.returncode, err
+
+
+@pytest.mark.parametrize("words", some(ANSWERS, [["inspect", "SRC", "--json"], ["--version"]]), ids=" ".join)
+def test_an_answer_that_nobody_gets(src: Path, words: list[str]) -> None:
+    """One line and an exit code that is not 0, where stdout is closed or full; silence, and the exit code that the
+    answer has, where its reader is gone."""
+    with Path("/dev/null").open("w") as null, Path("/dev/full").open("w") as full:
+        usual, said = ended(words, src, stdout=null.fileno())
+        shut = ended(words, src)
+        filled = ended(words, src, stdout=full.fileno())
+    read, write = os.pipe()
+    os.close(read)
+    unread = ended(words, src, stdout=write)
+    os.close(write)
+    if not words:  # usage goes to stderr
+        assert {shut[0], filled[0], unread[0], usual} == {2}
+        return
+    if words[-1] != "/dev/stdout":
+        assert unread[0] == usual
+        assert unread[1] in said
+    for (code, err), why in ((shut, "it is closed"), (filled, "No space left on device")):
+        assert code in {1, usual or 1}
+        if words[-1] != "/dev/stdout":
+            assert err.removeprefix(said) == f"error: cannot write to stdout: {why}\n"
+            assert said or err.count("\n") == 1
+        else:
+            assert err.count("error: the report cannot be written") == 1
 
 
 @pytest.mark.thorough  # test_closed has streams that are not there at all
