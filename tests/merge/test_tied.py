@@ -225,6 +225,37 @@ def test_a_decoder_of_bart_alone_has_no_shared_embedding(tmp_path: Path, stored:
     np.testing.assert_allclose(floats(next(iter(written.values()))), wanted, atol=1e-6)
 
 
+NAMES = [
+    ("ernie", "ernie.embeddings.word_embeddings", "cls.predictions.decoder"),
+    ("data2vec-text", "data2vec_text.embeddings.word_embeddings", "lm_head.decoder"),
+    ("gemma4_text", "model.embed_tokens", "lm_head"),
+    ("git", "git.embeddings.word_embeddings", "output"),
+    ("fuyu", "language_model.model.embed_tokens", "language_model.lm_head"),
+    ("blip", "text_decoder.bert.embeddings.word_embeddings", "text_decoder.cls.predictions.decoder"),
+]
+"""model_type, embedding and head as transformers saves them."""
+
+
+@pytest.mark.parametrize(("kind", "embedding", "head"), NAMES, ids=[n[0] for n in NAMES])
+@pytest.mark.parametrize("stored", [1, 2])
+def test_whatever_the_names_of_a_family_begin_with(
+    tmp_path: Path, kind: str, embedding: str, head: str, stored: int
+) -> None:
+    config = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 1, "num_attention_heads": 1}
+    own = head.removesuffix("decoder")
+    for i, folder in enumerate("ab"):
+        rng = np.random.default_rng(i)
+        values = {f"{embedding}.weight": bf16(rng.standard_normal((6, 4)))}
+        copies = {f"{head}.weight": values[f"{embedding}.weight"]}
+        if own != head:
+            values[f"{own}bias"] = bf16(rng.standard_normal(6))
+            copies[f"{head}.bias"] = values[f"{own}bias"]
+        save(tmp_path / folder, {**values, **(copies if i < stored else {})}, config)
+    for options in (["a", "b"], ["a", "--base", "b", *DARE]):
+        merge(*[tmp_path / o if o in ("a", "b") else o for o in options], "-o", tmp_path / f"{len(options)}")
+        assert set(read(tmp_path / f"{len(options)}" / "model.safetensors")) == set(values)
+
+
 def test_an_unknown_family(tmp_path: Path) -> None:
     config = {"model_type": "nobody_knows", "tie_word_embeddings": True}
     for folder in "ab":
