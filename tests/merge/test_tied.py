@@ -245,7 +245,7 @@ def test_whatever_the_names_of_a_family_begin_with(
     own = head.removesuffix("decoder")
     for i, folder in enumerate("ab"):
         rng = np.random.default_rng(i)
-        values = {f"{embedding}.weight": bf16(rng.standard_normal((6, 4)))}
+        values = {n: bf16(rng.standard_normal((6, 4))) for n in (f"{embedding}.weight", "vision_embed_tokens.weight")}
         copies = {f"{head}.weight": values[f"{embedding}.weight"]}
         if own != head:
             values[f"{own}bias"] = bf16(rng.standard_normal(6))

@@ -16,7 +16,8 @@ from ckpttool.select import compile_pattern
 
 _HEADS = (
     *HEADS,
-    *("predictions.decoder.weight", "head.decoder.weight", "lm_head.out_proj.weight", "output_projection.weight"),
+    *("predictions.decoder.weight", "lm_head.decoder.weight", "head.decoder.weight"),
+    *("lm_head.out_proj.weight", "output_projection.weight"),
 )
 """Ends of names of heads, those of families whose files are not all named alike, too."""
 
@@ -52,7 +53,10 @@ def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str
     Models of one family differ in what their names begin with, a decoder alone has no embedding that an encoder
     shares, and of an unknown family nothing but the ends of names is known.
     """
-    embeddings, heads = ([n for n in names if n.endswith(e) and not n.startswith("mtp")] for e in (EMBEDDINGS, _HEADS))
+    embeddings, heads = (
+        [n for n in names if f".{n}".endswith(tuple(f".{e}" for e in ends)) and not n.startswith("mtp")]
+        for ends in (EMBEDDINGS, _HEADS)
+    )
     known = {o for o in ties.values() if o.endswith("weight") and o in names}
     if len(embeddings) != 1 or known - {*embeddings}:
         return dict(ties)
