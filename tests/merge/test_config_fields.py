@@ -129,10 +129,7 @@ def test_what_the_config_still_counts_is_said(tmp_path: Path, verb: str) -> None
     """transformers fills a layer that is not in the files with random numbers."""
     sources = [save(tmp_path / n, llama(seed=i)) for i, n in enumerate("ab" if verb == "merge" else "a")]
     patterns = ["model.layers.2.*", "lm_head.weight", "*layers.0.mlp.up_proj.weight"]
-    if verb == "merge":
-        command = [*sources, "-o", tmp_path / "dst"]
-    else:
-        command = [*sources, tmp_path / "dst"]
+    command = [*sources, "-o", tmp_path / "dst"] if verb == "merge" else [*sources, tmp_path / "dst"]
     chosen = patterns if verb == "drop-keys" else [w for p in patterns for w in ("--remove-keys", p)]
     done = ckpttool(verb, *command, *chosen)
     assert done.code == 0, done.err

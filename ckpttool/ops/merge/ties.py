@@ -13,7 +13,6 @@ from ckpttool.layout.statements import Rename
 from ckpttool.relate import TensorTable
 from ckpttool.select import compile_pattern
 
-
 _HEADS = (
     *HEADS,
     *("predictions.decoder.weight", "lm_head.decoder.weight", "head.decoder.weight"),
