@@ -16,12 +16,9 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
-from ckpttool.formats.config import ties_head
 from ckpttool.formats.parts import Parts, parts_of
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
-from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.scales import weight_of
 from ckpttool.mesh import Mesh
 from ckpttool.planner import build_plan
 from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
@@ -29,15 +26,13 @@ from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
 from ckpttool.storage.place import AnyPlace, source_files
 from ckpttool.targeting.build import Prepared, plan_target
+from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
 from ckpttool.words import count
-
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-LAYERS = "num_hidden_layers"
 
 
 class DroppedTensor(NamedTuple):
@@ -108,7 +103,7 @@ def prepare(
         for k, t in source.catalog.tensors.items()
         if k.name in lost
     ]
-    warnings = list(_warnings(source, lost, views))
+    warnings = lacking(source, lost, views.table)
     found = reader(source.format)
     rest = found.without(source.stored, source.catalog, lost) if same and isinstance(found, DropsInPlace) else None
     if rest is not None:
@@ -122,6 +117,7 @@ def prepare(
         target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
+    notes[:] = [n for n in notes if n not in warnings]
     if len(gone) > len(lost):
         # reshard counts what its patterns choose, which are parameters.
         counted = left_out(prepared.removed)
@@ -234,52 +230,3 @@ def _in_place(
     )  # fmt: skip
     files = len(source_files(stored.files))
     return PreparedDrop(prepared, gone, warnings, len(rewritten), len(stay), files - len(rest.files))
-
-
-def _warnings(source: Checkpoint, gone: Collection[str], views: TensorTable) -> list[str]:
-    """What a loader may miss."""
-    left = views.table
-    tied = source.family.tied or ties_head(source.config)
-    out = []
-    names = dict.fromkeys([*left, *gone])
-    prefix = source.dialect.prefix(names)
-    embedding, norm = (n.replace("model.", f"{prefix}.", 1) for n in (EMBEDDING, NORM))
-    if HEAD in gone and not tied:
-        out.append(f"`{HEAD}` is required: the config does not tie it to the embeddings")
-    if embedding in gone:
-        other = f", and `{HEAD}` is tied to it" if tied else ""
-        out.append(f"`{embedding}` is required{other}")
-    if norm in gone:
-        out.append(f"`{norm}` is required")
-    for name in gone:
-        weight = weight_of(name, names)
-        if weight is not None and weight in left:
-            out.append(f"`{weight}` stays without its scales `{name}`")
-    for name in left:
-        weight = weight_of(name, names)
-        if weight is not None and weight in gone:
-            out.append(f"the scales `{name}` stay without their weight")
-    out += _layer_warnings(source, gone, left)
-    return out
-
-
-def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
-    """Layers that lose some of their tensors, or all of them."""
-    count = source.config.get(LAYERS)
-    lost, kept = _layers_of(gone), _layers_of(left)
-    out = []
-    if partly := sorted(lost & kept):
-        out.append(f"{_numbered(partly)} {'loses some of its' if len(partly) == 1 else 'lose some of their'} tensors")
-    if isinstance(count, int) and (whole_ones := sorted(n for n in lost - kept if n < count)):
-        verb = "is" if len(whole_ones) == 1 else "are"
-        out.append(f"{_numbered(whole_ones)} {verb} gone, and config.json still counts {count}")
-    return out
-
-
-def _numbered(layers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
-    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"
-
-
-def _layers_of(names: Collection[str]) -> set[int]:
-    return {int(m[1]) for n in names if (m := LAYER.search(n))}

@@ -29,6 +29,7 @@ from ckpttool.select import bounded, nearest_hint
 from ckpttool.states import SCALARS, STEP
 from ckpttool.storage.place import Place
 from ckpttool.targeting.components import chosen_components, with_single
+from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
 from ckpttool.targeting.prediction import settled
@@ -164,7 +165,10 @@ def _decide(source: Checkpoint, target: Target, notes: list[str]) -> Goal:
 def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str]) -> Named:
     """The chosen tensors under the names of the output."""
     family = source.family
-    views, removed = select(parameters(source.catalog), selection, notes)
+    everything = parameters(source.catalog)
+    views, removed = select(everything, selection, notes)
+    if removed[0]:
+        notes += lacking(source, [n for n in everything.table if n not in views.table], views.table)
     views, after = renamed(source, goal.target, views, goal.dialect, goal.context, notes)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
     views.table = {n: views.table[n] for n in family.in_model_order(views.table, after)}

@@ -231,7 +231,14 @@ def test_a_tied_head_that_has_two_names_is_set_apart_once(tmp_path: Path, stored
 
 def experts(kind: str) -> tuple[dict[str, Any], Tensors]:
     """The config of a family, and its experts, as square as OLMoE's [1024 + 1024, 2048]."""
-    config = {**LLAMA, "architectures": [], "model_type": kind, "num_experts": 2, "num_local_experts": 2, "intermediate_size": 4}
+    config = {
+        **LLAMA,
+        "architectures": [],
+        "model_type": kind,
+        "num_experts": 2,
+        "num_local_experts": 2,
+        "intermediate_size": 4,
+    }
     at = "model.layers.0.mlp."
     if kind == "gpt_oss":  # [in, out]
         return config, random(**{f"{at}experts.gate_up_proj": (2, 8, 8), f"{at}router.weight": (2, 8)})

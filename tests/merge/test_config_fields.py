@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Raw, read
 from tests.merge.models import HIDDEN, bf16, f32, floats, llama, llama_config, merge, save
 
@@ -121,3 +122,20 @@ def test_ids_that_a_smaller_vocabulary_lacks(tmp_path: Path) -> None:
     assert "config.json: eos_token_id [2, 38], pad_token_id 39, image_token_id 37: no token of the output" in done.err
     generation = json.loads((tmp_path / "dst" / "generation_config.json").read_text())
     assert generation == {"pad_token_id": None, "eos_token_id": None, "temperature": 0.5}
+
+
+@pytest.mark.parametrize("verb", ["merge", "reshard", "drop-keys"])
+def test_what_the_config_still_counts_is_said(tmp_path: Path, verb: str) -> None:
+    """transformers fills a layer that is not in the files with random numbers."""
+    sources = [save(tmp_path / n, llama(seed=i)) for i, n in enumerate("ab" if verb == "merge" else "a")]
+    patterns = ["model.layers.2.*", "lm_head.weight", "*layers.0.mlp.up_proj.weight"]
+    command = [*sources, "-o", tmp_path / "dst"] if verb == "merge" else [*sources, tmp_path / "dst"]
+    chosen = patterns if verb == "drop-keys" else [w for p in patterns for w in ("--remove-keys", p)]
+    done = ckpttool(verb, *command, *chosen)
+    assert done.code == 0, done.err
+    for said in (
+        "layer 0 loses some of its tensors",
+        "layer 2 is gone, and config.json still counts 3",
+        "`lm_head.weight` is required: the config does not tie it to the embeddings",
+    ):
+        assert done.err.count(said) == 1

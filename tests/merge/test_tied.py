@@ -31,39 +31,45 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def options(method: str) -> list[object]:
-    known = METHODS[method]
-    out: list[object] = ["--method", method]
-    for name, wanted in (("weight", "weights"), ("density", "param density")):
-        if name in known.per_model:
-            out += ["--weights", "0.5,0.7"] if wanted == "weights" else ["--param", "density=0.5"]
-    return out + (["--param", "t=0.3"] if "t" in known.whole and known.whole["t"].default is None else [])
-
-
 DARE = ("--method", "dare_linear", "--weights", "0.7", "--param", "density=0.5")
-BASED = [m for m, known in METHODS.items() if known.base != "refused"]
 STORED = [(EMBEDDING, HEAD), (EMBEDDING,), (HEAD,)]
 
 
-@pytest.mark.product(one_in=4)
+VALUES = {"weight": 0.5, "density": 0.5, "epsilon": 0.1, "gamma": 0.05, "scale": 0.9, "t": 0.3, "decay": 0.4}
+
+
+def recipe(file: Path, method: str, models: list[Path], base: Path) -> Path:
+    """With a filter on each of two tied names, in every parameter of a method that a filter may decide."""
+    known = METHODS[method]
+
+    def filtered(value: float) -> list[dict[str, Any]]:
+        other = [{"filter": "lm_head", "value": value / 2}, {"filter": "embed_tokens", "value": value * 0.8}]
+        return [*other, {"value": value}]
+
+    each = {p: filtered(VALUES[p]) for p in known.per_model}
+    every = {p: filtered(VALUES[p]) for p, said in known.whole.items() if said.default is None}
+    used = models[: known.models[1] or 2]
+    said = {"models": [{"model": str(m), "parameters": each} for m in used], "parameters": every}
+    with_base = {"base_model": str(base)} if known.base == "needed" else {}
+    file.write_text(json.dumps({"merge_method": method, **said, **with_base}))
+    return file
+
+
+@pytest.mark.product(one_in=16)
 @pytest.mark.parametrize("first", STORED, ids=len)
 @pytest.mark.parametrize("second", STORED, ids=len)
-@pytest.mark.parametrize("method", ["linear", "dare_linear", "ties", "slerp", "karcher", "model_stock"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method(tmp_path: Path, method: str, first: tuple[str, ...], second: tuple[str, ...]) -> None:
-    """As if both files held the embedding alone."""
+    """As if all files held the embedding alone."""
     base = tied(0, EMBEDDING)
-    save(tmp_path / "base", base, CONFIG)
-    for name, stored in (("a", first), ("b", second)):
+    for name, stored in (("a", first), ("b", second), ("base", second)):
         for folder, held in ((name, stored), (name + "1", (EMBEDDING,))):
-            save(tmp_path / folder, tied(ord(name), *held, like=base), CONFIG)
-    more = options(method)
-    if method == "slerp":
-        sources = [["a", "--base", "b"], ["a1", "--base", "b1"]]
-    else:
-        with_base = ["--base", str(tmp_path / "base")] if method in BASED and method != "linear" else []
-        sources = [["a", "b", *with_base], ["a1", "b1", *with_base]]
-    for dst, models in zip(("dst", "judge"), sources, strict=True):
-        merge(*[tmp_path / m if m in ("a", "b", "a1", "b1") else m for m in models], *more, "-o", tmp_path / dst)
+            values = tied(0, *held) if name == "base" else tied(ord(name), *held, like=base)
+            save(tmp_path / folder, values, CONFIG)
+    for dst, end in (("dst", ""), ("judge", "1")):
+        models = [tmp_path / f"{m}{end}" for m in "ab"]
+        file = recipe(tmp_path / f"{dst}.yml", method, models, tmp_path / f"base{end}")
+        merge(file, "-o", tmp_path / dst)
     ours, judge = (read(tmp_path / d / "model.safetensors") for d in ("dst", "judge"))
     assert HEAD not in ours
     assert ours.keys() == judge.keys()
@@ -204,10 +210,12 @@ def test_most_families_are_tried() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path: Path, family: str) -> None:
     config, ties = FAMILIES[family]
+    method = [*METHODS][[*FAMILIES].index(family) % len(METHODS)]  # all of them, with several families each
     pairs = list(zip(*[family_model(tmp_path, ties, config, s) for s in range(3)], strict=True))
     for models, dst in zip(pairs, ("dst", "judge"), strict=True):
         base, *tuned = models
-        merge(*tuned, "--base", base, *options("dare_linear"), "--family", family, "-o", tmp_path / dst)
+        file = recipe(tmp_path / f"{dst}.yml", method, tuned, base)
+        merge(file, "--family", family, "-o", tmp_path / dst)
     ours, judge = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("dst", "judge"))
     assert ours == judge
 
@@ -240,6 +248,37 @@ def test_a_decoder_of_bart_alone_has_no_shared_embedding(tmp_path: Path, stored:
     assert set(written) == {"model.shared.weight" if "model.shared.weight" in stored else embedding}
     wanted = sum(0.5 * floats(bf16(v)) for v in values.values())
     np.testing.assert_allclose(floats(next(iter(written.values()))), wanted, atol=1e-6)
+
+
+NAMES = [
+    ("ernie", "ernie.embeddings.word_embeddings", "cls.predictions.decoder"),
+    ("data2vec-text", "data2vec_text.embeddings.word_embeddings", "lm_head.decoder"),
+    ("gemma4_text", "model.embed_tokens", "lm_head"),
+    ("git", "git.embeddings.word_embeddings", "output"),
+    ("fuyu", "language_model.model.embed_tokens", "language_model.lm_head"),
+    ("blip", "text_decoder.bert.embeddings.word_embeddings", "text_decoder.cls.predictions.decoder"),
+]
+"""model_type, embedding and head as transformers saves them."""
+
+
+@pytest.mark.parametrize(("kind", "embedding", "head"), NAMES, ids=[n[0] for n in NAMES])
+@pytest.mark.parametrize("stored", [1, 2])
+def test_whatever_the_names_of_a_family_begin_with(
+    tmp_path: Path, kind: str, embedding: str, head: str, stored: int
+) -> None:
+    config = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 1, "num_attention_heads": 1}
+    own = head.removesuffix("decoder")
+    for i, folder in enumerate("ab"):
+        rng = np.random.default_rng(i)
+        values = {n: bf16(rng.standard_normal((6, 4))) for n in (f"{embedding}.weight", "vision_embed_tokens.weight")}
+        copies = {f"{head}.weight": values[f"{embedding}.weight"]}
+        if own != head:
+            values[f"{own}bias"] = bf16(rng.standard_normal(6))
+            copies[f"{head}.bias"] = values[f"{own}bias"]
+        save(tmp_path / folder, {**values, **(copies if i < stored else {})}, config)
+    for options in (["a", "b"], ["a", "--base", "b", *DARE]):
+        merge(*[tmp_path / o if o in ("a", "b") else o for o in options], "-o", tmp_path / f"{len(options)}")
+        assert set(read(tmp_path / f"{len(options)}" / "model.safetensors")) == set(values)
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.statements import Transform, inverse
-from ckpttool.ops.merge.ties import tied_names, under_one_name, with_stored_owners, without_copies
+from ckpttool.ops.merge.ties import tied_names, under_one_name, without_copies
 from ckpttool.plan import Operand
 from ckpttool.planner import Operands
 from ckpttool.quant.coded import Coded, find_codes
@@ -126,10 +126,9 @@ class Models:
         as_they_are = len(forms) == 1 and reader(next(iter(forms))[0]).capabilities.keeps_form
         left: dict[str, None] = {}
         weights = {p: _weights(p, c, self.component, canonical=not as_they_are) for p, c in checkpoints.items()}
-        tables = [views.table for views in weights.values()]
+        names = dict.fromkeys(n for views in weights.values() for n in views.table)
         for path, checkpoint in checkpoints.items():
-            ties = tied_names(checkpoint, weights[path].table, canonical=not as_they_are)
-            ties = with_stored_owners(ties, tables)
+            ties = tied_names(checkpoint, names, canonical=not as_they_are)
             views = without_copies(weights[path], ties, self.removed)
             self.notes += [f"{path}: {n}" for n in views.notes]
             self.tied += views.tied

@@ -13,20 +13,22 @@ from ckpttool.layout.statements import Rename
 from ckpttool.relate import TensorTable
 from ckpttool.select import compile_pattern
 
+_HEADS = (
+    *HEADS,
+    *("predictions.decoder.weight", "lm_head.decoder.weight", "head.decoder.weight"),
+    *("lm_head.out_proj.weight", "output_projection.weight"),
+)
+"""Ends of names of heads, those of families whose files are not all named alike, too."""
 
-def tied_names(checkpoint: Checkpoint, names: Mapping[str, object], *, canonical: bool) -> dict[str, str]:
-    """copy -> owner, under the names that the model is merged with.
 
-    A program's parameters are its own. Of an unknown family, the head and the embedding are told by their names.
+def tied_names(checkpoint: Checkpoint, names: Collection[str], *, canonical: bool) -> dict[str, str]:
+    """copy -> owner, under the names that the models are merged with; ``names`` are those of all models.
+
+    A program's parameters are its own.
     """
     family = checkpoint.family
     if checkpoint.capabilities.exact:
         return {}
-    if family.name == "none":
-        found = ([n for n in names if n.endswith(ends)] for ends in (HEADS, EMBEDDINGS))
-        heads, embeddings = ([n for n in f if not n.startswith("mtp")] for f in found)
-        tied = bool(ties_head(checkpoint.config)) and len(heads) == len(embeddings) == 1
-        return {heads[0]: embeddings[0]} if tied else {}
     renames = [] if canonical else [op for op in checkpoint.ops if isinstance(op, Rename)]
 
     def own(name: str) -> str:
@@ -39,7 +41,32 @@ def tied_names(checkpoint: Checkpoint, names: Mapping[str, object], *, canonical
         whole, bare = own(owner), own(owner.removeprefix(family.spec.base))
         # The bare name is that in files of a model that was saved without its head.
         held[own(copy)] = bare if bare in names and whole not in names else whole
-    return {c: o for c, o in held.items() if c != o}
+    tied = ties_head(checkpoint.config) if family.name == "none" else family.tied
+    held = {c: o for c, o in held.items() if c != o}
+    return _as_stored(held, names) if tied else held
+
+
+def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """The ties with the one embedding that is stored, where the family's owner is not.
+
+    Models of one family differ in what their names begin with, a decoder alone has no embedding that an encoder
+    shares, and of an unknown family nothing but the ends of names is known.
+    """
+    embeddings, heads = (
+        [n for n in names if f".{n}".endswith(tuple(f".{e}" for e in ends)) and not n.startswith("mtp")]
+        for ends in (EMBEDDINGS, _HEADS)
+    )
+    known = {o for o in ties.values() if o.endswith("weight") and o in names}
+    if len(embeddings) != 1 or known - {*embeddings}:
+        return dict(ties)
+    (owner,) = embeddings
+    moved = {c: owner if c.endswith("weight") and o not in names else o for c, o in ties.items() if c != owner}
+    if len(heads) == 1 and heads[0] not in moved:
+        moved[heads[0]] = owner
+        module = heads[0].removesuffix("decoder.weight")
+        if f"{module}bias" in names:
+            moved[f"{module}decoder.bias"] = f"{module}bias"
+    return moved
 
 
 def under_one_name(ties: Mapping[str, str], family: Family) -> dict[str, str]:
@@ -51,22 +78,6 @@ def under_one_name(ties: Mapping[str, str], family: Family) -> dict[str, str]:
             name = reduce(lambda n, op: op.forward(n), renames, copy)
             other |= {name} - {copy}
     return {c: o for c, o in ties.items() if c not in other}
-
-
-def with_stored_owners(ties: Mapping[str, str], tables: Collection[Collection[str]]) -> dict[str, str]:
-    """The ties of models with these names, where an embedding owns the others if no model stores the owner.
-
-    A decoder of its own has no embedding that an encoder shares.
-    """
-    owners = dict(ties)
-    for owner in {*ties.values()}:
-        copies = [c for c, o in ties.items() if o == owner]
-        stored = [n for n in (owner, *copies) if any(n in t for t in tables)]
-        embeddings = [n for n in stored if n.endswith(EMBEDDINGS)]
-        if owner not in stored and len(embeddings) == 1:
-            owners |= {c: embeddings[0] for c in copies if c != embeddings[0]}
-            del owners[embeddings[0]]
-    return owners
 
 
 def without_copies(views: TensorTable, ties: Mapping[str, str], removed: Sequence[str]) -> TensorTable:

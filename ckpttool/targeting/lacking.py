@@ -1,0 +1,60 @@
+"""What a model lacks after some of its tensors were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.config import ties_head
+from ckpttool.layout.assemble import LAYER
+from ckpttool.layout.scales import weight_of
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
+    """What a loader may miss of tensors that are left out: of the names that are gone, and those that are left."""
+    tied = source.family.tied or ties_head(source.config)
+    out = []
+    names = dict.fromkeys([*left, *gone])
+    prefix = source.dialect.prefix(names)
+    embedding, norm = (n.replace("model.", f"{prefix}.", 1) for n in (EMBEDDING, NORM))
+    if HEAD in gone and not tied:
+        out.append(f"`{HEAD}` is required: the config does not tie it to the embeddings")
+    if embedding in gone:
+        other = f", and `{HEAD}` is tied to it" if tied else ""
+        out.append(f"`{embedding}` is required{other}")
+    if norm in gone:
+        out.append(f"`{norm}` is required")
+    for name in gone:
+        weight = weight_of(name, names)
+        if weight is not None and weight in left:
+            out.append(f"`{weight}` stays without its scales `{name}`")
+    for name in left:
+        weight = weight_of(name, names)
+        if weight is not None and weight in gone:
+            out.append(f"the scales `{name}` stay without their weight")
+    out += _layer_warnings(source, gone, left)
+    return out
+
+
+def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
+    """Layers that lose some of their tensors, or all of them."""
+    count = source.config.get("num_hidden_layers")
+    lost, kept = _layers_of(gone), _layers_of(left)
+    out = []
+    if partly := sorted(lost & kept):
+        out.append(f"{_numbered(partly)} {'loses some of its' if len(partly) == 1 else 'lose some of their'} tensors")
+    if isinstance(count, int) and (whole_ones := sorted(n for n in lost - kept if n < count)):
+        verb = "is" if len(whole_ones) == 1 else "are"
+        out.append(f"{_numbered(whole_ones)} {verb} gone, and config.json still counts {count}")
+    return out
+
+
+def _numbered(layers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"
+
+
+def _layers_of(names: Collection[str]) -> set[int]:
+    return {int(m[1]) for n in names if (m := LAYER.search(n))}
