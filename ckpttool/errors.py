@@ -61,7 +61,7 @@ class CkptError(Exception):
     ) -> None:
         super().__init__(what)
         self.what = what
-        self.where = (where,) if isinstance(where, str) else tuple(where)
+        self.where = tuple(place for place in ((where,) if isinstance(where, str) else where) if place)
         self.hint = hint
         self.finding = finding
 

@@ -128,6 +128,40 @@ def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile
         return _read(_Source(file, begin, file.info.size if end is None else end))[0]
 
 
+def member_sums(path: Place) -> Iterator[tuple[str, int, int]]:
+    """(name, the CRC-32 that the zip says, that of the bytes) of each member of files of torch.save that has one.
+
+    There may be several files, one behind the other. Reads all of it. There are none before torch 1.6. Raises what
+    ``read_torch`` raises.
+    """
+    with opened(path) as file:
+        end = file.info.size
+        while end and file.pread(4, 0) == b"PK\x03\x04":
+            begin = _begin(_Source(file, 0, end))
+            source = _Source(file, begin, end)
+            for name, m in _members(source)[0].items():
+                if m.crc and not m.packed:
+                    local = LOCAL.unpack(source.pread(begin + m.header, LOCAL.size))
+                    at = begin + m.header + LOCAL.size + local[9] + local[10]
+                    yield printable(name), m.crc, _crc(source, at, m.size)
+            end = begin
+
+
+def _begin(source: _Source) -> int:
+    """Where the last zip of several begins."""
+    tail_at = max(source.begin, source.end - END.size - LOCATOR.size)
+    tail = source.pread(tail_at, source.end - tail_at)
+    at = source.end - END.size
+    *_, size, start, _ = END.unpack(tail[-END.size :])
+    if tail[:4] == b"PK\x06\x07":
+        at -= LOCATOR.size + END64.size
+        size, start = END64.unpack(source.pread(max(source.begin, at), END64.size))[8:]
+    begin = at - size - start
+    if not source.begin <= begin < source.end:
+        source.corrupt("the zip's directory is not where the zip says")
+    return int(begin)
+
+
 class TorchSlices:
     """Many files of torch.save that lie one behind the other in larger ones, each read with one access where it can be.
 

@@ -361,12 +361,12 @@ def read_each(read: Callable[..., T], places: Sequence[Place], *more: Iterable[o
 
     ``more`` are further arguments, one for each file.
     """
-    if len(places) < 2 or all(map(_is_here, places)):
+    if len(places) < 2 or all(map(is_here, places)):
         return map(read, places, *more)
     return at_once(partial(read, *given) for given in zip(places, *more, strict=True))
 
 
-def _is_here(place: Place) -> bool:
+def is_here(place: Place) -> bool:
     """Whether the bytes of a file are on this machine."""
     try:
         return isinstance(place, Path) or place.on_disk() is not None

@@ -31,6 +31,7 @@ from ckpttool.storage.place import Place
 from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
+from ckpttool.targeting.mixed import doubts
 from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
 from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.ranks import Shares, kept_single, share_out
@@ -110,7 +111,7 @@ def plan_target(
     ``computed`` says how the tensors of ``source`` come about that are in no file yet; ``written`` are small files
     that lie beside the output, in place of companions of these names.
     """
-    notes = list(source.notes)
+    notes = [*source.notes, *(d.text for d in (doubts(source.catalog) if computed is None else ()))]
     equal: list[EqualPair] = []
     goal = _decide(source, target, notes)
     source, translation = translated(source, target, goal.writer.capabilities, notes)

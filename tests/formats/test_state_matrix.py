@@ -125,6 +125,7 @@ OTHERS = (
     "megatron/nemo/",  # the chunks of megatron/dist/llama_tp2 in other directories
     "paddle_pickles/",  # single files, which say nothing of components
     "paddle_unified/pf12_llama_bf16_tp2/",  # arguments of a trainer whose save failed
+    "torch/deepspeed/moe/",  # its optimizer is refused: no file says whose state of the experts it is
     "torch/written/step.bin",  # its optimizer is refused: state of another shape
 )
 STATES = (b"exp_avg", b"moment1_0", b"momentum_buffer", b"velocity_0", b"square_avg")

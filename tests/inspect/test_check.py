@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from ckpttool.containers.torch_zip import read_torch
 from ckpttool.findings import CHECKPOINT, ERROR, INFO, WARNING
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.dcp import Boxes, rows, write_save
-from tests.helpers.tensorfile import Raw, origin, read, write
+from tests.helpers.tensorfile import Raw, header, origin, read, write
 from tests.helpers.torch_save import torch_save
 from tests.inspect.models import (
     CONFIG,
@@ -81,6 +82,26 @@ def proven(folder: Path) -> None:
 
 def adapter(folder: Path) -> None:
     shutil.copytree("fixtures/merge/inputs/lora1", folder)
+
+
+def trained(folder: Path) -> None:
+    """Weights of bfloat16, and their masters."""
+    reshard("fixtures/torch/deepspeed/z1", folder, "--to", "ranks", "--tp-out", 1)
+
+
+def stepping(folder: Path) -> None:
+    """An optimizer whose steps are tensors."""
+    reshard("fixtures/torch_fsdp/uneven", folder, "--to", "ranks", "--tp-out", 1)
+
+
+def eight(folder: Path) -> None:
+    """Ranks whose files say nothing of themselves."""
+    shutil.copytree("fixtures/llama_tp8", folder)
+
+
+def torch_files(folder: Path) -> None:
+    """As torch wrote them, with checksums."""
+    shutil.copytree("fixtures/torch/sharded", folder)
 
 
 Chunks = dict[str, tuple[str, tuple[int, ...], Boxes]]
@@ -309,6 +330,27 @@ def adafactor(folder: Path) -> None:
     torch_save({"state": state, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt")
 
 
+def weight_changed(folder: Path) -> None:
+    """A bit of a weight in a file of torch.save."""
+    path = folder / "pytorch_model-00001-of-00003.bin"
+    file = read_torch(path)
+    name, tensor = next(iter(file.value.items()))
+    flip(path, file.place(tensor, name, 0).offset)
+
+
+def number_changed(name: str) -> Break:
+    """The first element of a tensor of the only file has another last bit."""
+
+    def change(folder: Path) -> None:
+        (path,) = folder.glob("*.safetensors")
+        tensors = read(path)
+        bits = tensors[name].bits.copy()
+        bits.reshape(-1)[0] ^= 1
+        write(path, {**tensors, name: Raw(tensors[name].dtype, bits)}, header(path)["__metadata__"])
+
+    return change
+
+
 CASES: dict[str, Case] = {
     "unreadable": Case(shards, lambda _: None),  # the test makes opening fail
     "header-length": Case(shards, lambda f: (f / SECOND).write_bytes(b"\xff" * 7 + (f / SECOND).read_bytes()[7:])),
@@ -383,6 +425,10 @@ CASES: dict[str, Case] = {
     "padding": Case(ranks, spoil(RANK1, EMBED, 1), values=True),
     "scale-value": Case(fp8, put(DOWN + "_scale_inv", scale(-0.0)), values=True),
     "tied-differ": Case(shards, config(tie_word_embeddings=True), ("config-tied-copy",), values=True),
+    "masters-differ": Case(trained, number_changed("head.weight"), ("config-missing",), values=True),
+    "member-checksum": Case(torch_files, weight_changed, values=True),
+    "steps-differ": Case(stepping, number_changed("optimizer/embed.weight/step"), ("config-missing",)),
+    "files-equal": Case(eight, lambda f: shutil.copy(f / "model_tp0.safetensors", f / "model_tp1.safetensors")),
     "nan": Case(shards, fill(DOWN, 0x7FC0, 5), values=True),
     "inf": Case(shards, fill(DOWN, 0xFF80, 5), values=True),
     "zeros": Case(shards, fill(DOWN, 0x8000), values=True),

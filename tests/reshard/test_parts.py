@@ -192,6 +192,17 @@ def test_two_pipelines_are_merged_part_by_part(tmp_path: Path) -> None:
     assert {n: d for n, d in files(dst).items() if n in SMALL} == SMALL
 
 
+def test_a_card_is_of_one_model(tmp_path: Path) -> None:
+    one, other = pipeline(tmp_path / "one"), pipeline(tmp_path / "other", 7)
+    done = ckpttool("merge", one, other, "-o", tmp_path / "out", "--card")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: --card is for one model, and the sources are directories of several",
+        "",
+        "hint: merge one part of them: PIPELINE/transformer",
+    ]  # and no arrow that leads nowhere
+
+
 def test_pipelines_of_different_parts_are_not_merged(tmp_path: Path) -> None:
     one, two, dst = pipeline(tmp_path / "one"), pipeline(tmp_path / "two", 1), tmp_path / "dst"
     for f in (two / "vae").iterdir():

@@ -6,7 +6,8 @@
     tensors    scale grids and their weights; config.json and the tensors
     code       files beside the weights that can run code
     manifest   sizes and checksums that were written with the files
-    values     replicas, padding, scales and tied copies; only when values may be read
+    mixed      files of several saves in one directory
+    values     copies, padding, scales, masters and checksums of members; only when values may be read
 
 A step works with whatever the steps before it could read, and does not report again what follows from an earlier
 finding. The identifiers are stable: scripts may rely on them.
@@ -116,6 +117,10 @@ def check(
     result.findings += code_findings(listing, {f.info.place for f in files if f.sound and f.info})
     padded = _padded(checkpoint) if checkpoint is not None else set()
     _check_manifest(listing, files, result, progress, padded, fleet, sums=sums)
+    if checkpoint is not None:
+        from ckpttool.targeting.mixed import doubts  # reads steps, which needs numpy
+
+        result.findings += [Finding(*doubt) for doubt in doubts(checkpoint.catalog)]
     if values and checkpoint is not None:
         from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, StoredTensor, is_derived
+from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, is_derived
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dtypes import itemsize, lookup
+from ckpttool.containers.torch_zip import member_sums
+from ckpttool.dtypes import CASTABLE, itemsize, lookup
+from ckpttool.errors import CkptError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import (
     BLOCK,
@@ -32,6 +34,8 @@ from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
 from ckpttool.relate import DerivedTensor, permute
+from ckpttool.storage.listing import content
+from ckpttool.storage.place import is_here, source_files
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:
@@ -65,9 +69,11 @@ def value_findings(
     checked["replica"] = sum(len(t.replicas) for t in copied)
     checked["scale"] = len(scales)
     checked["element"] = sum(prod(t.shape) for t in floats)
+    masters = [(t, m) for t in floats if (m := _master(catalog, t)) is not None]
     items = [_Item("health", t) for t in floats]
     items += [_Item("copies", t) for t in copied]
     items += [_Item("scale", t) for t in scales]
+    items += [_Item("master", t, m) for t, m in masters]
     embedding, head = heads(named)
     if ties_head(checkpoint.config) and embedding is not None and head is not None:
         items.append(_Item("tied", tensors[embedding], tensors[head]))
@@ -77,6 +83,7 @@ def value_findings(
             yield kind, text, "; ".join(map(catalog.place, places)), hint
         progress.advance(0 if item.other else item.nbytes)
     progress.finish()
+    yield from _sums(catalog, checked)
 
 
 class _Item(NamedTuple):
@@ -106,7 +113,8 @@ class _Examining:
     def do(self, item: _Item) -> list[_Raw]:
         catalog, tensor = catalog_of(self.files), item.tensor
         if item.other is not None:
-            return [*_tied(catalog, tensor, item.other)]
+            compare = _unrounded if item.kind == "master" else _tied
+            return [*compare(catalog, tensor, item.other)]
         if item.kind == "health":
             return [*_unhealthy(tensor, _health(catalog, tensor))]
         return [*_scale(catalog, tensor)] if item.kind == "scale" else _copies(catalog, tensor)
@@ -143,6 +151,43 @@ def _unhealthy(tensor: LogicalTensor, health: Health) -> Iterator[_Raw]:
     if health.zeros and weights and len(tensor.shape) > 1 and not tensor.key.name.endswith("bias"):
         hint = "its layer does nothing: it was never trained, or never filled in by a conversion"
         yield "zeros", f"every element of `{tensor.key}` is zero", (), hint
+
+
+def _master(catalog: Catalog, tensor: LogicalTensor) -> LogicalTensor | None:
+    """The master of a model weight of another dtype, of which both are stored."""
+    master = catalog.tensors.get(Key(tensor.key.name, "master_weights")) if tensor.key.component == "model" else None
+    if master is None or master.shape != tensor.shape or not master.pieces:
+        return None
+    stored = {p.stored.dtype for p in (*tensor.pieces, *master.pieces)}
+    return master if len(stored) == 2 and tensor.dtype in CASTABLE and master.dtype in CASTABLE else None
+
+
+def _unrounded(catalog: Catalog, tensor: LogicalTensor, master: LogicalTensor) -> Iterator[_Raw]:
+    """A model weight that is not what its master rounds to: the optimizer's files are of another save."""
+    read, rounded = partial(read_tensor, catalog, tensor), partial(read_tensor, catalog, master, dtype=tensor.dtype)
+    found = compare_one(tensor.key.name, tensor.shape, tensor.dtype, read, rounded)
+    if found is not None:
+        text = (
+            f"`{found.name}` is not its master weight rounded to {tensor.dtype}: {found.elements:,} of {found.total:,}"
+        )
+        where = tensor.pieces[0].stored, master.pieces[0].stored
+        hint = "the model and its optimizer are of two saves, or the trainer rounds in another way"
+        yield "masters-differ", f"{text} elements differ", where, hint
+
+
+def _sums(catalog: Catalog, checked: dict[str, int]) -> _Found:
+    """Members of files of torch.save whose CRC-32 is not what the zip says."""
+    for info in source_files(catalog.files):
+        if not is_here(info.place) or content(info.place) != "torch":
+            continue
+        try:
+            for member, said, crc in member_sums(info.place):
+                checked["checksum"] = checked.get("checksum", 0) + 1
+                if crc != said:
+                    text = f"`{member}` is damaged: its CRC-32 is {crc:08x}, the zip says {said:08x}"
+                    yield "member-checksum", text, str(info.place), "fetch or write the file again"
+        except CkptError as e:
+            yield "corrupt", e.what, "; ".join(e.where), e.hint or ""
 
 
 def _tied(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> Iterator[_Raw]:

@@ -1,0 +1,133 @@
+"""What gives away that files of several saves, or of several ranks, were put together wrongly, where no header does.
+
+    files-equal     two files hold other boxes of the tensors, and the same bytes
+    steps-differ    the optimizer has taken another number of steps with some parameters than with others
+
+Neither is proof: ranks may begin with the same random numbers, and a parameter without a gradient takes no step. So
+they are doubts, which a run notes and a check finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.catalog import Catalog, LogicalTensor, StoredTensor
+from ckpttool.dtypes import itemsize, lookup
+from ckpttool.errors import CkptError
+from ckpttool.execute.compare import tensor_reads
+from ckpttool.execute.remote import open_medium
+from ckpttool.states import STEP
+from ckpttool.storage.place import DataFile, is_here, open_file, source_files
+from ckpttool.targeting.states import read_number
+from ckpttool.words import count, some
+
+_SAMPLES, _SAMPLE, _BLOCK = 4, 4096, 1 << 20
+
+
+class Doubt(NamedTuple):
+    """What a finding says."""
+
+    id: str
+    text: str
+    where: str = ""
+    hint: str = ""
+
+
+def doubts(catalog: Catalog) -> list[Doubt]:
+    """All doubts. Of files that are alike a few kilobytes are read, and all of those whose samples are equal."""
+    return [*_equal_files(catalog), *_steps(catalog)]
+
+
+# -- files
+
+
+def _equal_files(catalog: Catalog) -> Iterator[Doubt]:
+    files = {i: f for i, f in enumerate(catalog.files) if f.encoding is None and is_here(f.place)}
+    sizes: dict[int, list[int]] = {}
+    for i, f in files.items():
+        sizes.setdefault(f.size, []).append(i)
+    alike = {i for group in sizes.values() if len({files[i].place for i in group}) > 1 for i in group}
+    if not alike:
+        return
+    largest = _largest(catalog, alike)
+    for group in sizes.values():
+        held = next((largest[i] for i in group if i in largest), ())
+        seen: dict[tuple[bytes, ...], DataFile] = {}
+        for file in source_files([files[i] for i in group if i in largest]):
+            first = seen.setdefault(_samples(file, held), file)
+            if first is not file and _same_bytes(first, file):
+                yield _copied(first, file)
+
+
+def _copied(first: DataFile, other: DataFile) -> Doubt:
+    names = [f.place.name for f in (first, other)]
+    if names[0] == names[1]:
+        names = [f"{f.place.parent.name}/{f.place.name}" for f in (first, other)]
+    return Doubt(
+        "files-equal",
+        f"{names[0]} and {names[1]} hold the same bytes: one may be a copy under the name of another",
+        f"{first.place}; {other.place}",
+        "compare them with those of the save: each rank has other values",
+    )
+
+
+def _largest(catalog: Catalog, files: set[int]) -> dict[int, list[StoredTensor]]:
+    """Of each file the largest tensors of which a piece counts."""
+    found: dict[int, dict[tuple[int, int], StoredTensor]] = {}
+    for tensor in catalog:
+        if lookup(tensor.dtype).bits % 8:
+            continue
+        for piece in tensor.pieces:
+            stored = piece.stored
+            if stored.file in files and prod(stored.shape) > 1:
+                found.setdefault(stored.file, {})[stored.offset, stored.nbytes] = stored
+    return {i: sorted(held.values(), key=lambda t: (-t.nbytes, t.offset))[:_SAMPLES] for i, held in found.items()}
+
+
+def _samples(file: DataFile, tensors: Sequence[StoredTensor]) -> tuple[bytes, ...]:
+    """A run of elements of each tensor that has more than one value there; the file's own name where none has."""
+    out = []
+    with open_file(file.place) as f:
+        for t in tensors:
+            size = itemsize(t.dtype)
+            n = min(t.nbytes, _SAMPLE) // size * size
+            data = f.pread(n, t.offset + (t.nbytes - n) // (2 * size) * size)
+            if data != data[:size] * (n // size):
+                out.append(data)
+    return tuple(out) or (str(file.place).encode(),)
+
+
+def _same_bytes(one: DataFile, other: DataFile) -> bool:
+    with open_file(one.place) as a, open_file(other.place) as b:
+        return all(a.pread(_BLOCK, at) == b.pread(_BLOCK, at) for at in range(0, one.size, _BLOCK))
+
+
+# -- steps
+
+
+def _steps(catalog: Catalog) -> Iterator[Doubt]:
+    """From files of this machine: a request for each of thousands of numbers takes its time elsewhere."""
+    tensors = [t for t in catalog if t.key.component == "optimizer" and t.key.state == STEP and _is_near(catalog, t)]
+    taken: dict[float, list[str]] = {}
+    try:
+        with open_medium() as medium:
+            medium.announce([r for t in tensors for r in tensor_reads(catalog, t, replicas=True).ranges])
+            for t in tensors:
+                taken.setdefault(read_number(medium, catalog, t), []).append(t.key.name)
+    except CkptError:  # what reads it says why it cannot
+        return
+    if len(taken) > 1:
+        (most, names), *others = sorted(taken.items(), key=lambda item: -len(item[1]))
+        rest = ", ".join(f"{n:,g} with {len(of):,} ({some(of)})" for n, of in others[:3])
+        yield Doubt(
+            "steps-differ",
+            f"the optimizer has taken {most:,g} steps with {count(len(names), 'parameter')}, and {rest}: files of two"
+            " saves, or parameters that had no gradient",
+            hint="if each parameter has a gradient in each step, take an earlier save",
+        )
+
+
+def _is_near(catalog: Catalog, tensor: LogicalTensor) -> bool:
+    return all(is_here(catalog.files[p.stored.file].place) for p in (*tensor.pieces, *tensor.replicas))
