@@ -144,6 +144,8 @@ def _to_torch(r: Random, state: State) -> Step | None:
         table = state.named("hf", Style())
     except Unclear:
         return None
+    if format_.startswith("megatron") and state.model.tied:
+        table = names.once(state.model, table)
     new = replace(
         state, table=table, format=format_, naming="hf", style=Style(), grid=grid, shards=1, config_kept=False
     )

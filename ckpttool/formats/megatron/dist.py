@@ -79,6 +79,7 @@ class MegatronDist:
         fp32_masters="dropped",
         float32=("*.mlp.router.expert_bias",),
         counts_steps=True,
+        own_files=r"common\.pt|.*\.distcp",
         states="torch",
         views=True,
         free_padding=True,
