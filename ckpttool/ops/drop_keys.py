@@ -16,7 +16,7 @@ from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse
 from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
-from ckpttool.formats.config import ties_head
+from ckpttool.formats.config import LAYERS, ties_head, whole_number
 from ckpttool.formats.parts import Parts, parts_of
 from ckpttool.formats.registry import reader
 from ckpttool.geometry import whole
@@ -37,7 +37,6 @@ from ckpttool.targeting.target import Target
 from ckpttool.words import count
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-LAYERS = "num_hidden_layers"
 
 
 class DroppedTensor(NamedTuple):
@@ -265,12 +264,12 @@ def _warnings(source: Checkpoint, gone: Collection[str], views: TensorTable) -> 
 
 def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
     """Layers that lose some of their tensors, or all of them."""
-    count = source.config.get(LAYERS)
+    count = whole_number(source.config, *LAYERS)
     lost, kept = _layers_of(gone), _layers_of(left)
     out = []
     if partly := sorted(lost & kept):
         out.append(f"{_numbered(partly)} {'loses some of its' if len(partly) == 1 else 'lose some of their'} tensors")
-    if isinstance(count, int) and (whole_ones := sorted(n for n in lost - kept if n < count)):
+    if count is not None and (whole_ones := sorted(n for n in lost - kept if n < count)):
         verb = "is" if len(whole_ones) == 1 else "are"
         out.append(f"{_numbered(whole_ones)} {verb} gone, and config.json still counts {count}")
     return out
