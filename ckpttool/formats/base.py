@@ -170,6 +170,8 @@ class StoredCheckpoint:
     """``ReadOptions.beside``."""
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     """What a check reports of files that could be read all the same: identifier, text, where."""
+    known: tuple[str, ...] = ()
+    """Names of files with names of weights that were read, or of which ``notes`` speak."""
 
     @property
     def plain(self) -> bool:
@@ -286,6 +288,8 @@ class Capabilities(NamedTuple):
     """A file of torch's optimizer may lie beside the model, ``optimizer.pt``."""
     states: str = ""
     """Whose names the states of optimizers have, ``torch`` or ``paddle`` (see ``ckpttool.states``); "" keeps them."""
+    own_files: str = ""
+    """Pattern of names of weights that files of its own have, which may hold no tensors."""
     instead: str = ""
     """What may be written in place of a format that is only read."""
 

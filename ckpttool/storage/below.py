@@ -48,17 +48,23 @@ class Below(NamedTuple):
     left: tuple[Left, ...]
 
 
-def files_below(root: Place, own: Iterable[Place] = ()) -> Below:
+def files_below(root: Place, own: Iterable[Place] = (), known: str = "") -> Below:
     """Look through the subdirectories of ``root``. Those that hold files of ``own`` are the format's, and passed over.
+
+    Left in ``root`` itself are the files whose names are those of weights, but not of the format (``known``).
 
     Links to directories are not followed, and links to files only where they stay within the checkpoint (see
     ``leads_away``). What cannot be listed or read is left.
     """
+    own = list(own)
     mine = {name.partition("/")[0] for p in own if p.parent != root and (name := name_below(p, root))}
+    read = {p.name for p in own if p.parent == root}
     tree = _Tree(root)
     carried: list[str] = []
     left: list[Left] = []
     for name in sorted(tree.names, key=natural):
+        if name.endswith(WEIGHTS) and name not in read and not re.fullmatch(known, name) and (root / name).is_file():
+            left.append(tree.weights(name))
         if name in mine or not (root / name).is_dir():
             continue
         found = tree.look(name, MOST - len(carried))
@@ -81,6 +87,13 @@ class _Tree:
         if self.seen > MOST or sum(isinstance(f, str) for f in found) > most:
             return Below((), (Left(f"{name}/", f"more than {MOST:,} files"),))
         return Below(tuple([f for f in found if isinstance(f, str)]), tuple([f for f in found if isinstance(f, Left)]))
+
+    def weights(self, name: str) -> Left:
+        """A file beside the checkpoint that has a name of weights."""
+        try:
+            return Left(name, "weights", DataFile.at(self.root / name).size)
+        except OSError as e:
+            return Left(name, f"cannot be read: {e.strerror}")
 
     def _walk(self, at: str, depth: int) -> Iterator[str | Left]:
         path = self.root / at

@@ -52,11 +52,11 @@ def beside(
         made.insert(0, ("config.json", indented(config)))
     left = [p.name for p in carried if p.name in file_layout.dropped]
     if unused := [p.name for p in carried if not ours.carries(p.name)]:
-        notes.append(f"not carried, because only a trainer uses them: {some(unused)}")
+        notes.append(f"not carried, because only a trainer uses them: {some(unused, 8)}")
         carried = [p for p in carried if p.name not in unused]
         left = [n for n in left if n not in unused]
     if left:
-        notes.append(f"not carried, because they belong to the ranks of the source: {some(left)}")
+        notes.append(f"not carried, because they belong to the ranks of the source: {some(left, 8)}")
     gone = {*file_layout.dropped, *(name for name, _ in made), *(p.name for p in file_layout.copied)}
     files = [(p.name, file_now(p)) for p in (*file_layout.copied, *(p for p in carried if p.name not in gone))]
     taken = {f.name for f in file_layout.files} | {n for n, _ in made}
@@ -64,7 +64,7 @@ def beside(
 
 
 def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:
-    """(name in DST, file) of what is carried from the subdirectories of SRC; a note says what is not.
+    """(name in DST, file) of what is carried from the subdirectories of SRC; notes say what is not, there and beside.
 
     ``taken`` are names of DST that are no directories.
     """
@@ -72,7 +72,8 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
         return []  # one file of a directory that may hold anything
     root = source.stored.root
     own = [*(f.place for f in source.stored.files), *(root / n for n in source.stored.companions)]
-    below = files_below(root, [*own, *(root / n / "config.json" for n in source.stored.beside)])
+    own += [*(root / n / "config.json" for n in source.stored.beside), *(root / n for n in source.stored.known)]
+    below = files_below(root, own, source.capabilities.own_files)
     left = list(map(str, below.left))
     carried = []
     for name in below.carried:
@@ -80,8 +81,12 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
             carried.append((name, file_now(root / name)))
         else:
             left.append(f"{name} (the output has a file of that name)")
-    if left:
-        notes.append(f"not carried from subdirectories: {some(left, 8)}")
+    for where, names in (
+        ("", [n for n in left if "/" not in n]),
+        (" from subdirectories", [n for n in left if "/" in n]),
+    ):
+        if names:
+            notes.append(f"not carried{where}: {some(names, 8)}")
     return carried
 
 

@@ -450,7 +450,9 @@ MODELS = {
         _mixture("qwen2_moe", "Qwen2MoeForCausalLM", num_experts=E),
         _mixture("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=E),
         _mixture("qwen3_moe", "Qwen3MoeForCausalLM", grouped=True, num_local_experts=E),
-        _mixture("glm4_moe", "Glm4MoeForCausalLM", n_routed_experts=E, num_nextn_predict_layers=1),
+        _mixture(
+            "glm4_moe", "Glm4MoeForCausalLM", n_routed_experts=E, n_shared_experts=S // M, num_nextn_predict_layers=1
+        ),
         _mixture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", moe_num_experts=E),
         _mixtral(),
         _deepseek("v2"),

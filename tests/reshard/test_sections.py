@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from ckpttool.formats.registry import WRITERS
 from tests.helpers.command import ckpttool, refused, reshard
+from tests.helpers.families import MODELS
+from tests.helpers.tensorfile import assert_same, read_all, save_hf
 from tests.reshard.test_tied import model
 
 SECTIONS: dict[str, Any] = {
@@ -116,3 +119,27 @@ def test_a_nested_vocabulary(tmp_path: Path) -> None:
     reshard(source, tmp_path / "dst", "--to", "vllm", "--verify")
     other = model(tmp_path / "other", same=True, vocab_size=None, text_config={"vocab_size": 18})
     assert "says a vocabulary of 18" in refused(other, tmp_path / "no", "--to", "vllm")
+
+
+NESTED = ("gemma2", "glm4_moe", "gpt2", "gpt_oss", "llama", "mixtral", "qwen2", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.product(one_in=8)
+@pytest.mark.parametrize("target", [n for n, w in WRITERS.items() if "model" in w.capabilities.components])
+@pytest.mark.parametrize("name", NESTED)
+def test_sizes_of_a_section_count(tmp_path: Path, name: str, target: str) -> None:
+    """A text model whose fields are in `text_config` goes through every format as one that has them outside."""
+    plain = MODELS[name]
+    outside = ("architectures", "model_type", "torch_dtype", "dtype")
+    inner = {k: v for k, v in plain.config.items() if k != "architectures"}
+    nested = {**{k: v for k, v in plain.config.items() if k in outside}, "text_config": inner}
+    ended = []
+    for folder, config in (("plain", plain.config), ("nested", nested)):
+        save_hf(tmp_path / folder, plain.tensors(), config)
+        tp = ("--tp-out", 2) if WRITERS[target].capabilities.meshes else ()
+        ended.append(ckpttool("reshard", tmp_path / folder, tmp_path / f"{folder}1", "--to", target, *tp).code)
+        if not ended[-1]:
+            reshard(tmp_path / f"{folder}1", tmp_path / f"{folder}2", "--to", "hf")
+    assert ended[0] == ended[1]
+    if not ended[0]:
+        assert_same(read_all(tmp_path / "nested2"), read_all(tmp_path / "plain2"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ckpttool.formats.registry import WRITERS
-from tests.helpers.command import reshard
+from tests.helpers.command import ckpttool, reshard
 from tests.helpers.training_run import groups, names, save_run
 
 FILES = [
@@ -40,6 +42,62 @@ def test_small_files_come_back(tmp_path: Path, target: str) -> None:
     reshard(src, tmp_path / "out", "--to", target, *OPTIONS.get(target, ()))
     reshard(tmp_path / "out", tmp_path / "back", "--to", "hf")
     assert not lost(tmp_path / "back")
+
+
+OTHERS = ["training_args.bin", "scheduler.pt", "rng_state.pth", "spk_dict.pt", "tf_model.h5", "model.onnx"]
+"""Files whose names are those of weights, and which no format reads."""
+BETWEEN = [n for n in WRITERS if n not in ("deepseek", "program")]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run with small files beside it, in a format."""
+    root = tmp_path_factory.mktemp("formats")
+
+    @cache
+    def made(name: str) -> Path:
+        if name == "ranks":
+            src = save_run(root / name, names(), groups=groups((0.9, 0.95)))
+            lay(src)
+            return src
+        reshard(made("ranks"), root / name, "--to", name, *OPTIONS.get(name, ()))
+        for other in OTHERS:
+            (root / name / other).write_text("of another kind")
+        return root / name
+
+    return made
+
+
+@pytest.mark.product(one_in=12)
+@pytest.mark.parametrize("target", BETWEEN)
+@pytest.mark.parametrize("source", BETWEEN)
+def test_between_all_formats(written: Callable[[str], Path], source: str, target: str, tmp_path: Path) -> None:
+    """What is small is carried; what has a name of weights is not, and is named."""
+    src = written(source)
+    if target == "universal" and "optimizer" not in WRITERS[source].capabilities.components:
+        return  # refused: it is the state of training
+    betas = ["--betas", "0.9,0.95"] if _states(source) == "paddle" and _states(target) == "torch" else []
+    done = reshard(src, tmp_path / "out", "--to", target, *OPTIONS.get(target, ()), *betas)
+    assert not lost(tmp_path / "out")
+    for name in OTHERS:
+        if (src / name).exists() and not (tmp_path / "out" / name).exists():
+            assert name in done.err
+
+
+def _states(name: str) -> str:
+    return WRITERS[name].capabilities.states
+
+
+@pytest.mark.parametrize("target", ["hf", "vllm", "unified", "dcp", "megatron-dist"])
+def test_merges_carry_small_files(written: Callable[[str], Path], target: str, tmp_path: Path) -> None:
+    first = written("hf")
+    shutil.copytree(first, tmp_path / "second")
+    done = ckpttool("merge", first, tmp_path / "second", "-o", tmp_path / "out", "--to", target)
+    assert done.code == 0, done.err
+    changed = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"}
+    assert {*lost(tmp_path / "out")} <= changed
+    for name in OTHERS:
+        assert name in done.err
 
 
 def test_small_files_go_through_deepseeks_format(tmp_path: Path) -> None:

@@ -417,8 +417,11 @@ def _merge(r: Random, state: State) -> Step | None:
     if state.model.tie in ("absent", "equal"):
         table = names.once(state.model, table)
     new = replace(state, table=table, format="hf", naming="hf", style=style, grid=Grid())
-    words = r.choice([["--weights", "0.5,0.5"], ["--method", "average"], ["--weights", "0.25,0.75"]])
-    return _judged(Step(["--to", "hf", *words], new, command="merge"), state)
+    words = ["--to", "hf", *r.choice([["--weights", "0.5,0.5"], ["--method", "average"], ["--weights", "0.25,0.75"]])]
+    held = {leaf for form in table.values() for leaf in leaves(form)}
+    if state.model.tie == "differs" and held.issuperset({state.model.output, state.model.embedding}):
+        return Step(words, new, REFUSED, "tied to each other, and different", command="merge")
+    return _judged(Step(words, new, command="merge"), state)
 
 
 def _draw(r: Random, state: State, *, final: bool) -> Step | None:

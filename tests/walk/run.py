@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SECONDS = 60
+SECONDS = 240
 """After which a command hangs."""
 
 _CALLS = (

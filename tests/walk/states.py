@@ -37,6 +37,10 @@ class Optimizer:
     kinds: Mapping[str, Model]
     steps: int
     betas: tuple[float, float]
+    masters: bool = True
+    """Whether there are masters; else they are the weights."""
+    by_head: bool = False
+    """Whether the state of tied embeddings lies under the name of the head."""
 
     def power(self, kind: str) -> Array:
         """Paddle multiplies in float32, once in each step."""
@@ -64,6 +68,9 @@ def train(model: Model, r: Random) -> Optimizer:
     frozen = {r.randrange(model.layers)} if model.layers > 1 and r.random() < 0.2 else set()
     if frozen:
         model.traits.add("frozen layer")
+    masters = r.random() < 0.8
+    if not masters:
+        model.traits.add("no masters")
     kinds: dict[str, Model] = {k: replace(model, tensors={}) for k in KINDS}
     for ident, (name, tensor) in enumerate(model.tensors.items()):
         tied = name == model.output and model.tied
@@ -72,8 +79,10 @@ def train(model: Model, r: Random) -> Optimizer:
         for at, kind in enumerate(MOMENTS):
             raw = made(700 * (at + 1) + ident, "F32", tensor.raw.bits.shape)
             kinds[kind].tensors[name] = replace(tensor, raw=raw)
-        kinds["master"].tensors[name] = replace(tensor, raw=_master(tensor.raw, ident))
-    return Optimizer(kinds, r.choice([1, 2, 7, 40, 137]), r.choice([(0.9, 0.999), (0.9, 0.95)]))
+        raw = _master(tensor.raw, ident) if masters else cast(tensor.raw, "F32")
+        kinds["master"].tensors[name] = replace(tensor, raw=raw)
+    betas = r.choice([(0.9, 0.999), (0.9, 0.95)])
+    return Optimizer(kinds, r.choice([1, 2, 7, 40, 137]), betas, masters, r.random() < 0.5)
 
 
 def _master(raw: Raw, ident: int) -> Raw:
@@ -91,17 +100,22 @@ def _master(raw: Raw, ident: int) -> Raw:
 # -- writing
 
 
-def add_unified(path: Path, optimizer: Optimizer, table: Table) -> None:
+def add_unified(path: Path, optimizer: Optimizer, model: Model, table: Table) -> None:
     """Beside a model that lies there: the optimizer and the masters, in two files and their indices."""
     states: dict[str, Raw] = {}
+    called = {n: n for n in table}
+    if optimizer.by_head and model.tied and "lm_head.weight" in table:
+        called |= {n: "lm_head.weight" for n, form in table.items() if leaves(form) == [model.embedding]}
     for kind in MOMENTS:
         for name, raw in whole(optimizer.kinds[kind], optimizer.table(kind, table)).items():
-            states[f"{name}/{kind}"] = raw
+            states[f"{called[name]}/{kind}"] = raw
     for name in optimizer.table(MOMENTS[0], table):
         for kind in POWERS:
-            states[f"{name}/{kind}"] = Raw("F32", optimizer.power(kind).view("<u4"))
-    _file(path, "optimizer", states, {"master_weights": True})
-    _file(path, "master_weights", whole(optimizer.kinds["master"], optimizer.table("master", table)), {})
+            states[f"{called[name]}/{kind}"] = Raw("F32", optimizer.power(kind).view("<u4"))
+    _file(path, "optimizer", states, {"master_weights": optimizer.masters})
+    if optimizer.masters:
+        masters = whole(optimizer.kinds["master"], optimizer.table("master", table))
+        _file(path, "master_weights", {called[n]: raw for n, raw in masters.items()}, {})
 
 
 def _file(path: Path, stem: str, tensors: Mapping[str, Raw], said: Mapping[str, object]) -> None:
@@ -127,7 +141,7 @@ def add_hybrid(path: Path, optimizer: Optimizer, model: Model, table: Table, gri
                 full = static[name] + _MASTER * low
                 array = raw.bits.view("<f4")
                 if kind == "master":
-                    if low:
+                    if low and optimizer.masters:
                         masters[static[name]] = (full, array)
                     continue
                 out[f"{full}_{kind}"] = (f"{full}_{kind}", array)
@@ -190,7 +204,8 @@ class _Judge:
             have = self._once(found[kind], wanted)
             if kind == "master":
                 have = self._masters(have, wanted)
-                self._compare(kind, have, {n: w for n, w in wanted.items() if n in have or self.low(n)})
+                needed = self.optimizer.masters
+                self._compare(kind, have, {n: w for n, w in wanted.items() if n in have or (needed and self.low(n))})
             else:
                 self._compare(kind, have, wanted)
             if kind == MOMENTS[0]:

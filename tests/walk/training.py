@@ -56,7 +56,12 @@ def walk_training(seed: int, folder: Path) -> Told:
         if worked:
             told.pairs[model.family, f"{step.state.format}+"] += 1
             shutil.rmtree(src)
-            src, state = dst, step.state
+            src, state = dst, replace(step.state, stripped=False)
+            meta = src / "model_meta.json"
+            if meta.exists() and r.random() < 0.15:
+                meta.unlink()
+                told.log.append(f"rm {src.name}/{meta.name}")
+                state = replace(state, stripped=True)
     return told
 
 
@@ -87,7 +92,7 @@ def _single(state: State) -> State:
 def _add(path: Path, state: State) -> None:
     assert state.optimizer
     if state.format == "unified":
-        states.add_unified(path, state.optimizer, state.table)
+        states.add_unified(path, state.optimizer, state.model, state.table)
     else:
         states.add_hybrid(path, state.optimizer, state.model, state.table, state.grid)
 
@@ -144,6 +149,8 @@ def _to_torch(r: Random, state: State) -> Step | None:
         table = state.named("hf", Style())
     except Unclear:
         return None
+    if format_.startswith("megatron") and state.model.tied:
+        table = names.once(state.model, table)
     new = replace(
         state, table=table, format=format_, naming="hf", style=Style(), grid=grid, shards=1, config_kept=False
     )

@@ -22,6 +22,7 @@ from ckpttool.containers.torch_pickle import TORCH_DTYPE
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.config import whole_number
 from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import MULTIPLE, model_config, plain_args
 from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
@@ -79,6 +80,7 @@ class MegatronDist:
         fp32_masters="dropped",
         float32=("*.mlp.router.expert_bias",),
         counts_steps=True,
+        own_files=r"common\.pt|.*\.distcp",
         states="torch",
         views=True,
         free_padding=True,
@@ -157,7 +159,7 @@ class _Reading:
         config, notes = model_config(self.save.beside, self.args)
         self.notes += notes
         held = self._held({**sorted_.model, **{f: t for f, (_, t) in sorted_.states.items()}, **sorted_.flat})
-        layers = config.get("num_hidden_layers") or self.args.get("num_layers") or 0
+        layers = whole_number(config, "num_hidden_layers") or self.args.get("num_layers") or 0
         layers = layers if type(layers) is int else 0
         parts = {fqn: part_of(fqn, t.shape, layers) for fqn, t in sorted_.model.items()}
         check_layers(parts, layers, self.where)
@@ -330,8 +332,8 @@ class _Reading:
     def _vocabulary(self, config: Mapping[str, Any], model: Mapping[str, Described]) -> int:
         """Rows of tokens; 0 where nobody says them. Raises ConflictError where there are fewer rows."""
         rows = _rows(model)
-        said = config.get("vocab_size")
-        if type(said) is not int or said < 1:
+        said = whole_number(config, "vocab_size")
+        if said is None or said < 1:
             return 0
         if rows and said > rows:
             raise ConflictError(

@@ -32,6 +32,7 @@ from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
+from ckpttool.formats.config import config_field
 from ckpttool.formats.megatron import legacy_ranks, names, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
 from ckpttool.formats.megatron.groups import counters
@@ -377,7 +378,7 @@ def _possible_etps(file: TorchFile, config: Mapping[str, Any]) -> tuple[int, ...
     for _, name, value in _model(file, str(file.info.place)):
         if ".mlp.experts." not in name or not isinstance(value, Tensor):
             continue
-        full = config.get("moe_intermediate_size") or config.get("intermediate_size")
+        full = config_field(config, "moe_intermediate_size") or config_field(config, "intermediate_size")
         if re.search(r"linear_fc2\.weight\d*\Z", name) and len(value.shape) == 2 and full and value.shape[1]:
             return (full // value.shape[1],)
     return ()

@@ -151,6 +151,7 @@ class Hybrid:
         multi_directory=True,
         optimizer_shards=True,
         sharding_versions=("v1", "v2"),
+        own_files=r"model_state\..*\.pdparams",
         fp32_masters="dropped",
         default_target=True,
         states="paddle",

@@ -76,6 +76,7 @@ class TorchFiles:
             notes.append(f"not part of the model, and left out: {some(left)}")
         config = listing.json("config.json")
         stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), "", config=config, companions=carried)
+        stored.known = tuple(left)
         found: dict[str, StoredTensor] = {}
         trainer, chosen = None, ""
         paths = [listing.path(name) for name in names]

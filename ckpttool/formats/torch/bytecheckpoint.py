@@ -55,6 +55,7 @@ class ByteCheckpoint:
         meshes="any",
         records_shapes=True,
         states="torch",
+        own_files=r".*\.distcp",
         instead="use --to dcp",
     )
 

@@ -51,6 +51,7 @@ class DistributedCheckpoint:
         views=True,
         keeps_names=True,
         namings=("transformers", "torchtitan", "torchtitan-0.2"),
+        own_files=r".*\.distcp",
     )
 
     def detect(self, listing: Listing) -> int:

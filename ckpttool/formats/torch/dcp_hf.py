@@ -17,6 +17,7 @@ from ckpttool.catalog import Catalog, Key, Piece, logical_tensor
 from ckpttool.containers.safetensors import Header, read_header
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, found_as
 from ckpttool.formats import base
+from ckpttool.formats.config import whole_number
 from ckpttool.formats.torch.dcp_place import config_of
 from ckpttool.geometry import whole
 from ckpttool.mesh import Mesh
@@ -109,10 +110,10 @@ def _check_reach(catalog: Catalog, config: Mapping[str, Any], listing: Listing) 
     for key, t in catalog.tensors.items():
         least = None
         if key.name.endswith("embed_tokens.weight"):
-            least = config.get("vocab_size")
+            least = whole_number(config, "vocab_size")
         elif key.name == "model.norm.weight":
-            least = config.get("hidden_size")
-        if type(least) is int and t.shape and t.shape[0] < least:
+            least = whole_number(config, "hidden_size")
+        if least is not None and t.shape and t.shape[0] < least:
             raise IncompleteError(
                 f"`{key.name}` has {t.shape[0]:,} rows, config.json says {least:,}: ranks are missing",
                 where=str(listing.root),

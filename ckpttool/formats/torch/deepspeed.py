@@ -60,6 +60,7 @@ class DeepSpeed:
         components=("model", "master_weights", "optimizer"),
         views=True,
         states="torch",
+        own_files=r".*_states\.pt",
         instead="--to universal writes what every ZeRO stage and number of ranks loads",
     )
 

@@ -59,6 +59,7 @@ class Fsdp:
         records_shapes=True,
         states="torch",
         views=True,
+        own_files=r".*_rank_\d+\.pt",
         instead="use --to dcp, which FSDP loads on any number of ranks",
     )
 

@@ -120,6 +120,7 @@ def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
         refuse(stored, found[0], e)
     else:
         state.add_to(stored)
+        stored.known += tuple(n for n in listing.names if is_trainers(n) or _OBJECTS.match(n))
 
 
 def is_trainers(name: str) -> bool:

@@ -47,6 +47,7 @@ class Universal:
         components=("model", "master_weights", "optimizer"),
         views=True,
         states="torch",
+        own_files=r".*_states\.pt",
         namings=("transformers",),
         counts_steps=True,
         fp32_masters="dropped",  # and written as the weights: reading knows no others

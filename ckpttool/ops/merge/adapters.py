@@ -18,6 +18,7 @@ from ckpttool.execute.compare import read_view
 from ckpttool.execute.hashing import hash_range
 from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import ModelForm
+from ckpttool.formats.config import whole_number
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Rename, inverse
 from ckpttool.ops.merge.models import Model, Models
@@ -47,7 +48,7 @@ class Adaptations:
         shapes = {n: v.shape for n, v in model.views.items()}
         for copy, owner in model.ties.items():
             shapes[copy] = shapes[owner]
-        kv_heads = model.checkpoint.config.get("num_key_value_heads", 0)
+        kv_heads = whole_number(model.checkpoint.config, "num_key_value_heads") or 0
         found = []
         weights = ref.weights or (1.0,) * len(ref.adapters)
         for path, weight in zip(ref.adapters, weights, strict=True):

@@ -576,6 +576,7 @@ def _as_checkpoint(
         native_config=old.native_config or (old.config if config != old.config else {}),
         native=old.native if old.format == kind else None,
         beside=old.beside,
+        known=old.known,
     )
     family = pick_family(options.family, old.family, config)
     tensors = form.of(builder.tensors, family) if form else builder.tensors
