@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.formats.config import ties_head
+from ckpttool.formats.config import LAYERS, ties_head, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.scales import weight_of
 
@@ -40,12 +40,12 @@ def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) ->
 
 def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
     """Layers that lose some of their tensors, or all of them."""
-    count = source.config.get("num_hidden_layers")
+    count = whole_number(source.config, *LAYERS)
     lost, kept = _layers_of(gone), _layers_of(left)
     out = []
     if partly := sorted(lost & kept):
         out.append(f"{_numbered(partly)} {'loses some of its' if len(partly) == 1 else 'lose some of their'} tensors")
-    if isinstance(count, int) and (whole_ones := sorted(n for n in lost - kept if n < count)):
+    if count is not None and (whole_ones := sorted(n for n in lost - kept if n < count)):
         verb = "is" if len(whole_ones) == 1 else "are"
         out.append(f"{_numbered(whole_ones)} {verb} gone, and config.json still counts {count}")
     return out
