@@ -6,11 +6,16 @@ They are variables of the environment, so the processes that compute have them, 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+
+from ckpttool.errors import AccessError
 
 ANONYMOUS = "CKPTTOOL_ANONYMOUS"
 OFFLINE = "HF_HUB_OFFLINE"
 """Read by huggingface_hub, too, when it is imported: so it is set before."""
+
+_NEVER = re.compile(r"[^\x20-\x7e]")
 
 QUERIES: dict[str, str] = {}
 """What stood behind the question mark of URLs that the user gave, by what stood before it: signatures are secrets, so
@@ -46,6 +51,21 @@ def settings() -> dict[str, str]:
 def use_settings(said: Mapping[str, str]) -> None:
     """Act as the machine whose ``settings`` these are."""
     os.environ.update(said)
+
+
+def check_secret(name: str, value: str, where: str) -> None:
+    """Raises AccessError for a secret that no server can have given out, without showing it: the libraries of the
+    clouds try to send it for half a minute, and say that nobody answers."""
+    found = _NEVER.search(value)
+    if found is None:
+        return
+    kind = "a line break" if found[0] in "\r\n" else "a control character"
+    kind = kind if found[0].isascii() else "a character that is not ASCII"
+    at = "at its end" if found.end() == len(value) else f"at position {found.start() + 1} of {len(value)}"
+    hint = f"set {name} again, as it was given out" if name.isupper() else "write it again, as it was given out"
+    raise AccessError(
+        f"{name} has {kind} {at}", where=where, hint=f"{hint}; `$(cat FILE)` drops a line break at the end"
+    )
 
 
 def _is_set(name: str) -> bool:

@@ -6,11 +6,13 @@ that azure-identity finds (variables, workload or managed identity, ``az login``
 
 from __future__ import annotations
 
+import base64
 import errno
 import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 
@@ -26,9 +28,9 @@ from azure.storage.blob import (
 )
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
-from ckpttool.storage.access import anonymous
+from ckpttool.storage.access import anonymous, check_secret
 from ckpttool.storage.http import REDIRECTS, ChangedError, HttpError, led
-from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
+from ckpttool.storage.objects import Found, Listing, Signed, bounded, listed, listing, understood
 
 logging.getLogger("azure").addHandler(logging.NullHandler())  # it would say on stderr what we say better
 
@@ -60,7 +62,7 @@ def container(name: str) -> ContainerClient:
 
 
 def _made(name: str) -> ContainerClient:
-    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    text = _env("AZURE_STORAGE_CONNECTION_STRING")
     retries = ExponentialRetry(initial_backoff=0, increment_base=2, retry_total=TRIES, random_jitter_range=1)
     options: dict[str, Any] = {"retry_policy": retries, "connection_timeout": 10, "read_timeout": 60}
     options["permit_redirects"] = False  # Azure has none, and these would go anywhere
@@ -80,7 +82,12 @@ def _credential(account: str) -> Any:
     if anonymous():
         return None
     if key:
-        return AzureNamedKeyCredential(account, key)
+        with suppress(ValueError):
+            base64.b64decode(key, validate=True)
+            return AzureNamedKeyCredential(account, key)
+        raise AccessError(
+            "AZURE_STORAGE_KEY is not the key of an account: it is not base64", where="az://", hint=_LOGIN
+        )
     if sas:
         return AzureSasCredential(sas.removeprefix("?"))
     from azure.identity import DefaultAzureCredential  # half a second
@@ -89,7 +96,12 @@ def _credential(account: str) -> Any:
 
 
 def _env(*names: str) -> str:
-    return next((v for n in names if (v := os.environ.get(n))), "")
+    """The first that is set, without spaces and line breaks around it. Raises AccessError for what cannot be sent."""
+    for name in names:
+        if value := os.environ.get(name, "").strip():
+            check_secret(name, value, "az://")
+            return value
+    return ""
 
 
 def close() -> None:
@@ -129,7 +141,7 @@ class Bucket:
                         else:
                             files[name] = _found(item)
         except exceptions.AzureError as e:
-            raise explained(e, where) from None
+            raise listed(explained(e, where), where, "AZURE_STORAGE_SERVICE_ENDPOINT") from None
         return listing(files, folders, exists=bool(not prefix or files or folders), deep=deep)
 
     def head(self, key: str) -> Found:

@@ -20,7 +20,7 @@ import urllib3
 from google.auth import exceptions
 from google.auth.transport.urllib3 import Request
 
-from ckpttool.errors import AccessError, CkptError, IncompleteError
+from ckpttool.errors import AccessError, CkptError, IncompleteError, plain
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.http import Answer, ChangedError, HttpError, client
 from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
@@ -53,7 +53,11 @@ def authorization(where: str) -> dict[str, str]:
             if not credentials.valid:
                 credentials.refresh(Request(urllib3.PoolManager()))
             return {"Authorization": f"Bearer {credentials.token}"}
-    except exceptions.DefaultCredentialsError:
+    except exceptions.DefaultCredentialsError as e:
+        why = str(e.args[0]) if e.args else ""
+        if file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+            what = f"GOOGLE_APPLICATION_CREDENTIALS cannot be used: {why}"
+            raise AccessError(plain(what), where=[where, file], hint=_LOGIN) from None
         raise AccessError("no credentials for Google Cloud are found", where=where, hint=_LOGIN) from None
     except exceptions.GoogleAuthError as e:
         raise AccessError(f"Google Cloud does not log in: {e.args[0]}", where=where, hint=_LOGIN) from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
-from ckpttool.storage.access import anonymous, offline
+from ckpttool.storage.access import anonymous, check_secret, offline
 from ckpttool.storage.http import Answer, HttpError, client, shown
 from ckpttool.words import some
 
@@ -36,14 +37,18 @@ def token() -> str | None:
         return None
     from huggingface_hub import get_token
 
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):  # huggingface_hub drops line breaks, also in the middle
+        check_secret(name, os.environ.get(name, "").strip(), endpoint())
     try:
-        return str(get_token() or "") or None
+        found = str(get_token() or "") or None
     except Exception as e:  # tokens of CI services are asked for, which fails in as many ways as there are services
         raise AccessError(
             f"the token for the Hub cannot be had: {type(e).__name__}",
             where=endpoint(),
             hint="hf auth login, or set HF_TOKEN; --anonymous goes without",
         ) from e
+    check_secret("the token for the Hub", found or "", endpoint())
+    return found
 
 
 def is_offline() -> bool:

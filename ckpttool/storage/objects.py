@@ -19,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
-from ckpttool.errors import AccessError, CorruptError, UsageError
+from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage.http import ChangedError, HttpError, RefusedRedirectError, client
 from ckpttool.storage.network import is_signed
 from ckpttool.storage.place import DataFile, OpenFile
@@ -297,6 +297,15 @@ def bounded(pages: Iterable[_T], where: str, *, deep: bool = False) -> Iterator[
         if i == most:
             raise AccessError(f"the listing does not end after {most:,} pages", where=where)
         yield page
+
+
+def listed(e: OSError | CkptError, where: str, address: str) -> OSError | CkptError:
+    """What an answer to a listing means: a store that lists nothing says so, and does not know no listing."""
+    if not isinstance(e, FileNotFoundError):
+        return e
+    return AccessError(
+        "the answer is not one of an object store: 404 to a listing", where=where, hint=f"check {address}"
+    )
 
 
 @contextmanager

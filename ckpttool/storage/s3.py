@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import boto3
 from botocore import UNSIGNED, exceptions
 from botocore.config import Config
+from botocore.credentials import Credentials
 from botocore.parsers import ResponseParserError
 
 from ckpttool.errors import AccessError, CkptError, IncompleteError
-from ckpttool.storage.access import anonymous
+from ckpttool.storage.access import anonymous, check_secret
 from ckpttool.storage.http import REDIRECTS, ChangedError, HttpError, led
-from ckpttool.storage.objects import Found, Listing, Signed, bounded, listing, understood
+from ckpttool.storage.objects import Found, Listing, Signed, bounded, listed, listing, understood
 
 TRIES = 10
 CONNECTIONS = 64
@@ -68,6 +69,8 @@ def client(region: str | None = None, style: str = "") -> Any:
             try:
                 session = boto3.Session()
                 region = region or session.region_name or "us-east-1"  # buckets elsewhere are found by a redirect
+                if not anonymous():
+                    _check_keys(session)
                 made = session.client("s3", region_name=region, config=config)
             except (exceptions.BotoCoreError, ValueError) as e:
                 raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
@@ -75,6 +78,20 @@ def client(region: str | None = None, style: str = "") -> Any:
                 made.meta.events.register("before-parse.s3", _refuse_redirect)
             _clients[here] = made
         return _clients[here]
+
+
+def _check_keys(session: Any) -> None:
+    """Raises AccessError for keys that cannot be sent. Those that a server gives out are not asked for yet."""
+    keys = session.get_credentials()
+    if type(keys) is not Credentials:
+        return
+    env = keys.method == "env"
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", keys.access_key),
+        ("AWS_SECRET_ACCESS_KEY", keys.secret_key),
+        ("AWS_SESSION_TOKEN", keys.token or ""),
+    ):
+        check_secret(name if env else name.lower(), value, "s3://" if env else f"{keys.method} (AWS_PROFILE)")
 
 
 class _RedirectedError(exceptions.BotoCoreError):  # type: ignore[misc]
@@ -137,7 +154,7 @@ class Bucket:
                         files[o["Key"].removeprefix(prefix)] = _found(o["Size"], o["ETag"])
                     folders |= {p["Prefix"].removeprefix(prefix)[:-1] for p in page.get("CommonPrefixes", ())}
         except (exceptions.BotoCoreError, exceptions.ClientError) as e:
-            raise explained(e, where) from None
+            raise listed(explained(e, where), where, "AWS_ENDPOINT_URL") from None
         return listing(files, folders, exists=bool(not prefix or files or folders), deep=deep)
 
     def head(self, key: str) -> Found:

@@ -15,6 +15,7 @@ from ckpttool.storage import objects, web
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_server import Hub
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 SECRET = "a-signature-of-somebody"  # noqa: S105
 TO = f"http://169.254.169.254/latest/{SECRET}/meta?token={SECRET}"
 ASKED: list[str] = []
@@ -24,13 +25,17 @@ class Leads(BaseHTTPRequestHandler):
     """Answers everything with a redirect."""
 
     code = 302
+    body = b""
 
     def do_GET(self) -> None:
         ASKED.append(self.path)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(self.code)
         self.send_header("Location", TO)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.body)
 
     do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815 - the names of http.server
 
@@ -87,3 +92,17 @@ def test_it_is_said(server: str, place: str, code: int, tmp_path: Path, monkeypa
     assert "hint: " in done.err
     assert SECRET not in done.err
     assert "does not exist" not in done.err
+
+
+@pytest.mark.parametrize(("code", "said"), [(302, "redirects to http://169.254.169.254"), (412, "not one of Azure's")])
+def test_writing_to_azure(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
+    """A login page, and a proxy that answers in JSON, where DST is: one error, and nothing is left."""
+    pytest.importorskip("azure.storage.blob")
+    assert server
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(Leads, "code", code)
+    monkeypatch.setattr(Leads, "body", b'{"error": {"code": 412}}' if code == 412 else b"")
+    done = ckpttool("reshard", FIXTURES / "hf_tiny_source", "az://box/out", "--tp-out", 2)
+    assert done.code == 1
+    assert said in done.err
+    assert SECRET not in done.err

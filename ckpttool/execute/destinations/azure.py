@@ -21,9 +21,10 @@ from typing import Any
 from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock, BlobClient
 
-from ckpttool.errors import IncompleteError, OutputError
+from ckpttool.errors import AccessError, IncompleteError, OutputError
 from ckpttool.execute.destinations.store import Found, GoneError, Held, SentPart, Slice, TakenError
 from ckpttool.storage import azure
+from ckpttool.storage.http import REDIRECTS
 
 RUN = "ckpttool_run"
 """Metadata of every blob: which run wrote it."""
@@ -171,11 +172,13 @@ class AzureStore:
                 raise
             if status in (401, 403):
                 raise _explained(e, where) from e
-            if status >= 500 or status == 429:
+            if status >= 500 or status == 429 or status in REDIRECTS:
                 raise azure.explained(e, where) from e
             raise OutputError(f"Azure refuses a request ({code or status})", where=where) from e
         except exceptions.AzureError as e:
             raise azure.explained(e, where) from e
+        except TypeError as e:  # what Azure's library makes of an error in JSON that has no message
+            raise AccessError("the answer is not one of Azure's", where=where, hint="does a proxy answer?") from e
 
 
 def _explained(e: exceptions.HttpResponseError, where: str) -> Exception:
