@@ -17,6 +17,7 @@ from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.config import LAYERS, PREDICTION, is_part
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
+from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
 from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stacks_of, suspicious
 from ckpttool.ops.merge.models import Models
@@ -56,11 +57,11 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
 
     ``family`` is that of --family. Raises UnsupportedError as ``renumbered`` does.
     """
-    stored = models[donor].checkpoint.stored
-    config: Mapping[str, Any] = stored.config
+    checkpoint = models[donor].checkpoint
+    config: Mapping[str, Any] = checkpoint.config
     if all(s.layers is None for piece in recipe.slices for s in piece.sources):
         return config
-    known = pick_family(family, stored.family, config)
+    known = pick_family(family, checkpoint.stored.family, config)
     depths: dict[str, int] = {}
     for name in models[donor].views:
         if m := LAYER.search(name):
@@ -151,6 +152,8 @@ class _Follow:
         self.from_one = {*said.from_one} if not stack else set()
         self.numbers = {*NUMBERS, *own.numbers}
         self.apart = {*own.apart}
+        self._sized: Family | None = None
+        """The family with the sizes of the output."""
 
     def run(self) -> Config:
         if self.layers[: len(self.regular)] != self.regular:
@@ -332,18 +335,26 @@ class _Follow:
 
     def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:
         condition = rule.get("if")
-        return not condition or bool(Described.of(self.family, config, self.stack).test(str(condition), 0))
+        return not condition or bool(self._tried(config).test(str(condition), 0))
+
+    def _tried(self, config: Config) -> Described:
+        """The layers as a config describes them that has other fields than ``out``, and the same number of layers."""
+        if self._sized is None:
+            self._sized = Described.of(self.family, self.out, self.stack).family
+        if varying(self._sized.sizes):
+            return Described.of(self.family, config, self.stack)
+        return Described(self._sized, config, self.stack)
 
     def _says(self, config: Config, wanted: Mapping[str, Sequence[Any]], *, alone: bool) -> bool:
         """Whether a config gives expressions the wanted values; ``alone``: without its lists."""
         configs = [config]
-        if alone:
+        if alone and any(isinstance(p.get(path), list | str) for p in self.places for path in self._paths()):
             configs.append(deepcopy(config))
             for place in self._places(configs[1]):
                 for path in self._paths() & {*place}:
                     if isinstance(place[path], list | str):
                         del place[path]
-        now = [Described.of(self.family, c, self.stack) for c in configs]
+        now = [self._tried(c) for c in configs]
         return all(d.test(t, i) == v for d in now for t, values in wanted.items() for i, v in enumerate(values))
 
     def _candidates(self, rule: Mapping[str, int | str]) -> Iterator[dict[str, Any]]:
