@@ -194,7 +194,8 @@ class Described:
         """The fields of the config from which something of a layer is read, with their values."""
         if what.startswith("tensors: "):
             conditions, shape = self._tensors[1].get(what.removeprefix("tensors: "), ([], []))
-            return {n: v for n in conditions or shape for v in self._scope.read(n).values()}
+            names = conditions if "if " in what else shape
+            return {n: v for n in names for v in self._scope.read(n).values()}
         cache = self._cache or CacheSpec()
         text = {"kind": cache.kinds, "window": cache.window, "borrowed": cache.borrowed}.get(what)
         listed = {f: v for f in cache.listed * (what == "kind") for v in self._kept.values(f) if v}
@@ -307,7 +308,7 @@ _LISTED = re.compile(r"(?:\A|_)(?:blocks?|pattern)(?:_|\Z)")
 _TOKENS = re.compile(r"token|vocab|label|time_step_limit|multipliers|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
 _APART = re.compile(
     r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
-    r"|time_step|hidden_size|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
+    r"|time_step|hidden_size|mtp|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
 )
 """Names in which these words are of something else, or of layers of other stacks."""
 

@@ -142,7 +142,8 @@ def test_what_speaks_of_no_layers_stays() -> None:
     said = {
         "eos_token_id": [3, 4, 5], "bos_token_id": 1, "image_token_index": 7, "layer_norm_eps": 1e-5,
         "hidden_act": "abc", "architectures": ["LlamaForCausalLM"], "layerdrop": 0.0, "num_experts_per_tok": 2,
-        "max_window_layers": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "id2label": {"0": "a", "1": "b"},
+        "max_window_layers": None, "mtp_layer_types": ["a", "b", "c"], "id2label": {"0": "a", "1": "b"},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
     }  # fmt: skip
     config = {"model_type": "llama", "num_hidden_layers": 3, **said}
     assert sliced(config, [2, 0]) == {**config, "num_hidden_layers": 2}
