@@ -33,6 +33,7 @@ EACH = frozenset({
 """Fields with an entry for each layer, whatever the family."""
 NUMBERS = frozenset({
     "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "cross_attention_layers",
+    "fullatt_block_indexes", "global_attn_indexes",
     "hybrid_layer_ids", "moe_layers_enum", "local_layer_ids", "rope_scaling_layers",
 })  # fmt: skip
 """Fields with numbers of layers, whatever the family."""
@@ -311,6 +312,16 @@ _APART = re.compile(
     r"|time_step|hidden_size|mtp|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
 )
 """Names in which these words are of something else, or of layers of other stacks."""
+
+
+_OF_TOWERS = re.compile(
+    r"(?!num_|n_)(?:\w*_)?(?:feature|select|target|vision|visual|vit|audio)(?:_\w+)?_layers?\Z|\w*layer_map\Z"
+)
+
+
+def speaks_of_tower(config: Mapping[str, Any]) -> str:
+    """A field of the whole that may speak of a tower's layers by number, as ``vision_feature_layer`` does, or ""."""
+    return next((k for k, v in config.items() if _OF_TOWERS.match(k) and type(v) in (int, list)), "")
 
 
 def suspicious(name: str, value: object, count: int) -> bool:

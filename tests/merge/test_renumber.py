@@ -187,6 +187,16 @@ def test_a_stack_that_no_field_counts() -> None:
         sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", other=6)
 
 
+def test_layers_of_a_tower() -> None:
+    vision = {"depth": 4, "fullatt_block_indexes": [1, 3]}
+    config = {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text"}, "vision_config": vision}
+    out = sliced(config, [3, 0, 1], "visual.blocks.", **{"model.layers.": 6})
+    assert out == {**config, "vision_config": {"depth": 3, "fullatt_block_indexes": [0, 2]}}
+    llava = {"model_type": "llava", "vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 4}}
+    with pytest.raises(UnsupportedError, match=r"`vision_feature_layer` of config\.json is -2"):
+        sliced(llava, [0, 1, 2], "vision_tower.vision_model.encoder.layers.", **{"language_model.model.layers.": 6})
+
+
 def test_a_field_that_counts_two_stacks() -> None:
     config = {"text_config": {"num_hidden_layers": 6}}
     with pytest.raises(

@@ -19,7 +19,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
-from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stacks_of, suspicious
+from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, stack_fields, stacks_of, suspicious
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
@@ -36,6 +36,7 @@ _STACK_PARTS = {
     "decoder": re.compile(r"(?<![^.])decoder\."),
 }
 """Parts of config.json, and what stacks are called that they are about, where the family does not say it."""
+_TOWERS = ("vision_config", "audio_config")
 _STACK_COUNTS = {
     "encoder.": ("encoder_layers", "num_encoder_layers", *LAYERS),
     "decoder.": ("decoder_layers", "num_decoder_layers"),
@@ -96,6 +97,11 @@ def renumbered(
     others = others or {}
     stacks = stacks_of(family, config, [prefix, *others]) if family.name != "none" else {}
     stack = stacks.get(prefix)
+    if any(_STACK_PARTS[name].search(prefix) for name in _TOWERS) and (field := speaks_of_tower(config)):
+        raise UnsupportedError(
+            f"`{field}` of config.json is {shown(config[field])}, which speaks of layers of a tower by number",
+            hint="merge this stack whole, with `models`",
+        )
     if stack is not None or (not others and family.name != "none"):
         return _Follow(family, config, stack or "", layers).run()
     part, counts = _by_words(config, prefix) if others else ("", LAYERS)
@@ -443,6 +449,6 @@ def _by_words(config: Mapping[str, Any], prefix: str) -> tuple[str, Sequence[str
         (n for n, words in _STACK_PARTS.items() if isinstance(config.get(n), dict) and words.search(prefix)), ""
     )
     place = config[part] if part else config
-    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in ("vision_config", "audio_config"))
+    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in _TOWERS)
     words = () if tower else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
     return part, [f for f in words if type(place.get(f)) is int]
