@@ -11,7 +11,8 @@ needs the peers' environment. A model type gets a file if all of this holds; els
 
 The file of a model type that is refused is taken away. scripts/family_tensors.py adds the section ``tensors:``, for
 ``fp8-size`` of a config.json, to models that no family written by hand is for; if what it finds declares exactly what
-transformers makes of random configs. The section ``cache:`` is written by hand, and kept.
+transformers makes of random configs. The sections ``cache:`` and ``slices:``, which stand last, are written by hand,
+and kept.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tests.peers.families.tiny import Architecture, architectures, find  # noqa:
 
 OUT = FAMILIES / "transformers"
 CACHE = "\n# What its layers keep of the tokens that they have read\n"
+SLICES = "\n# Fields that say by number what each layer is\nslices:"
 EARLY = re.compile(r"(embed|per_layer|altup_projections|latent_|lerope|^wte)")
 """What works in front of the layers, wherever a class has it."""
 ROUTER = re.compile(r"(^|[._])(gate|router|classifier)\.")
@@ -267,11 +269,13 @@ def same_by_hand(reading: Reading) -> str:
     return name if all((hand[n] == theirs[n]).all() for n in shapes) else ""
 
 
-def cache_section(name: str) -> str:
-    """What stands in the built-in file on what layers keep: written by hand, as no plan of transformers says it."""
+def own_sections(name: str) -> str:
+    """What stands in the built-in file on what layers keep, and on fields that speak of layers by number: written by
+    hand, as no plan of transformers says it."""
     file = OUT / name
-    _, mark, rest = (file.read_text(encoding="utf-8") if file.exists() else "").partition(CACHE)
-    return mark + rest
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    found = re.search(f"{re.escape(CACHE)}|{re.escape(SLICES)}", text)
+    return text[found.start() :] if found else ""
 
 
 def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) -> tuple[Path, list[str]]:
@@ -297,7 +301,7 @@ def make(architecture: Architecture, out: Path, *, all_of_them: bool = False) ->
             text += (
                 f"\n# What a model holds, by its config.json: found by trying, defaults as in transformers\n{section}"
             )
-        file.write_text(text + cache_section(file.name), encoding="utf-8")
+        file.write_text(text + own_sections(file.name), encoding="utf-8")
     return file, reading.notes
 
 

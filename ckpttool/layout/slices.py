@@ -33,6 +33,7 @@ EACH = frozenset({
 """Fields with an entry for each layer, whatever the family."""
 NUMBERS = frozenset({
     "mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "cross_attention_layers",
+    "fullatt_block_indexes", "global_attn_indexes",
     "hybrid_layer_ids", "moe_layers_enum", "local_layer_ids", "rope_scaling_layers",
 })  # fmt: skip
 """Fields with numbers of layers, whatever the family."""
@@ -194,7 +195,8 @@ class Described:
         """The fields of the config from which something of a layer is read, with their values."""
         if what.startswith("tensors: "):
             conditions, shape = self._tensors[1].get(what.removeprefix("tensors: "), ([], []))
-            return {n: v for n in conditions or shape for v in self._scope.read(n).values()}
+            names = conditions if "if " in what else shape
+            return {n: v for n in names for v in self._scope.read(n).values()}
         cache = self._cache or CacheSpec()
         text = {"kind": cache.kinds, "window": cache.window, "borrowed": cache.borrowed}.get(what)
         listed = {f: v for f in cache.listed * (what == "kind") for v in self._kept.values(f) if v}
@@ -309,9 +311,19 @@ _UNRELATED = re.compile(
 )
 _APART = re.compile(
     r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
-    r"|time_step|hidden_size|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
+    r"|time_step|hidden_size|mtp|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
 )
 """Names in which these words are of something else, or of layers of other stacks."""
+
+
+_OF_TOWERS = re.compile(
+    r"(?!num_|n_)(?:\w*_)?(?:feature|select|target|vision|visual|vit|audio)(?:_\w+)?_layers?\Z|\w*layer_map\Z"
+)
+
+
+def speaks_of_tower(config: Mapping[str, Any]) -> str:
+    """A field of the whole that may speak of a tower's layers by number, as ``vision_feature_layer`` does, or ""."""
+    return next((k for k, v in config.items() if _OF_TOWERS.match(k) and type(v) in (int, list)), "")
 
 
 def suspicious(name: str, value: object, count: int) -> bool:

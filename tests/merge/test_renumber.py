@@ -142,7 +142,8 @@ def test_what_speaks_of_no_layers_stays() -> None:
     said = {
         "eos_token_id": [3, 4, 5], "bos_token_id": 1, "image_token_index": 7, "layer_norm_eps": 1e-5,
         "hidden_act": "abc", "architectures": ["LlamaForCausalLM"], "layerdrop": 0.0, "num_experts_per_tok": 2,
-        "max_window_layers": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "id2label": {"0": "a", "1": "b"},
+        "max_window_layers": None, "mtp_layer_types": ["a", "b", "c"], "id2label": {"0": "a", "1": "b"},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
     }  # fmt: skip
     config = {"model_type": "llama", "num_hidden_layers": 3, **said}
     assert sliced(config, [2, 0]) == {**config, "num_hidden_layers": 2}
@@ -184,6 +185,16 @@ def test_one_stack_of_several(config: Config, stack: str, expected: Config) -> N
 def test_a_stack_that_no_field_counts() -> None:
     with pytest.raises(UnsupportedError, match=r"count the layers of `visual\.blocks\.`"):
         sliced({"num_hidden_layers": 6}, [2, 0], "visual.blocks.", other=6)
+
+
+def test_layers_of_a_tower() -> None:
+    vision = {"depth": 4, "fullatt_block_indexes": [1, 3]}
+    config = {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text"}, "vision_config": vision}
+    out = sliced(config, [3, 0, 1], "visual.blocks.", **{"model.layers.": 6})
+    assert out == {**config, "vision_config": {"depth": 3, "fullatt_block_indexes": [0, 2]}}
+    llava = {"model_type": "llava", "vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 4}}
+    with pytest.raises(UnsupportedError, match=r"`vision_feature_layer` of config\.json is -2"):
+        sliced(llava, [0, 1, 2], "vision_tower.vision_model.encoder.layers.", **{"language_model.model.layers.": 6})
 
 
 def test_a_field_that_counts_two_stacks() -> None:

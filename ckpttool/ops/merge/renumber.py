@@ -17,8 +17,9 @@ from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.config import LAYERS, PREDICTION, is_part
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
+from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
-from ckpttool.layout.slices import EACH, NUMBERS, Described, stack_fields, stacks_of, suspicious
+from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, stack_fields, stacks_of, suspicious
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
@@ -35,6 +36,7 @@ _STACK_PARTS = {
     "decoder": re.compile(r"(?<![^.])decoder\."),
 }
 """Parts of config.json, and what stacks are called that they are about, where the family does not say it."""
+_TOWERS = ("vision_config", "audio_config")
 _STACK_COUNTS = {
     "encoder.": ("encoder_layers", "num_encoder_layers", *LAYERS),
     "decoder.": ("decoder_layers", "num_decoder_layers"),
@@ -56,11 +58,11 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
 
     ``family`` is that of --family. Raises UnsupportedError as ``renumbered`` does.
     """
-    stored = models[donor].checkpoint.stored
-    config: Mapping[str, Any] = stored.config
+    checkpoint = models[donor].checkpoint
+    config: Mapping[str, Any] = checkpoint.config
     if all(s.layers is None for piece in recipe.slices for s in piece.sources):
         return config
-    known = pick_family(family, stored.family, config)
+    known = pick_family(family, checkpoint.stored.family, config)
     depths: dict[str, int] = {}
     for name in models[donor].views:
         if m := LAYER.search(name):
@@ -95,6 +97,11 @@ def renumbered(
     others = others or {}
     stacks = stacks_of(family, config, [prefix, *others]) if family.name != "none" else {}
     stack = stacks.get(prefix)
+    if any(_STACK_PARTS[name].search(prefix) for name in _TOWERS) and (field := speaks_of_tower(config)):
+        raise UnsupportedError(
+            f"`{field}` of config.json is {shown(config[field])}, which speaks of layers of a tower by number",
+            hint="merge this stack whole, with `models`",
+        )
     if stack is not None or (not others and family.name != "none"):
         return _Follow(family, config, stack or "", layers).run()
     part, counts = _by_words(config, prefix) if others else ("", LAYERS)
@@ -151,6 +158,8 @@ class _Follow:
         self.from_one = {*said.from_one} if not stack else set()
         self.numbers = {*NUMBERS, *own.numbers}
         self.apart = {*own.apart}
+        self._sized: Family | None = None
+        """The family with the sizes of the output."""
 
     def run(self) -> Config:
         if self.layers[: len(self.regular)] != self.regular:
@@ -332,18 +341,26 @@ class _Follow:
 
     def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:
         condition = rule.get("if")
-        return not condition or bool(Described.of(self.family, config, self.stack).test(str(condition), 0))
+        return not condition or bool(self._tried(config).test(str(condition), 0))
+
+    def _tried(self, config: Config) -> Described:
+        """The layers as a config describes them that has other fields than ``out``, and the same number of layers."""
+        if self._sized is None:
+            self._sized = Described.of(self.family, self.out, self.stack).family
+        if varying(self._sized.sizes):
+            return Described.of(self.family, config, self.stack)
+        return Described(self._sized, config, self.stack)
 
     def _says(self, config: Config, wanted: Mapping[str, Sequence[Any]], *, alone: bool) -> bool:
         """Whether a config gives expressions the wanted values; ``alone``: without its lists."""
         configs = [config]
-        if alone:
+        if alone and any(isinstance(p.get(path), list | str) for p in self.places for path in self._paths()):
             configs.append(deepcopy(config))
             for place in self._places(configs[1]):
                 for path in self._paths() & {*place}:
                     if isinstance(place[path], list | str):
                         del place[path]
-        now = [Described.of(self.family, c, self.stack) for c in configs]
+        now = [self._tried(c) for c in configs]
         return all(d.test(t, i) == v for d in now for t, values in wanted.items() for i, v in enumerate(values))
 
     def _candidates(self, rule: Mapping[str, int | str]) -> Iterator[dict[str, Any]]:
@@ -432,6 +449,6 @@ def _by_words(config: Mapping[str, Any], prefix: str) -> tuple[str, Sequence[str
         (n for n, words in _STACK_PARTS.items() if isinstance(config.get(n), dict) and words.search(prefix)), ""
     )
     place = config[part] if part else config
-    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in ("vision_config", "audio_config"))
+    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in _TOWERS)
     words = () if tower else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
     return part, [f for f in words if type(place.get(f)) is int]
