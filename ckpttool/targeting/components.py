@@ -80,7 +80,7 @@ def chosen_components(
     if not wanted and (left := [c for c in have if c not in keep]):
         notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(capabilities.components)}")
     if not wanted and "optimizer" not in {*have} | {*capabilities.components}:
-        notes += _of_a_run(source.stored.training, f"--to {fmt} holds {', '.join(capabilities.components)}")
+        notes += left_of_run(source.stored.training, f"--to {fmt} holds {', '.join(capabilities.components)}")
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
     if capabilities.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
@@ -105,7 +105,7 @@ def chosen_components(
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
 
 
-def _of_a_run(training: Training | None, why: str) -> list[str]:
+def left_of_run(training: Training | None, why: str) -> list[str]:
     """A note about what a run goes on from, where its optimizer has no tensors that a note would name."""
     if training is None:
         return []

@@ -41,6 +41,7 @@ from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, tr
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import DerivedTensor, apply_transforms, identity, permute
 from ckpttool.select import matching
+from ckpttool.targeting.components import left_of_run
 from ckpttool.words import count
 
 HIGH = ("BF16", "F16", "F32")
@@ -405,6 +406,8 @@ class _Recoder:
             left = ", ".join(dict.fromkeys(k.component for k in others))
             notes.append(f"{left} left out: quantised weights are for serving")
             others = {}
+        elif self.renamed:
+            notes += left_of_run(stored.training, "quantised weights are for serving")
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
         if out.removed[0]:
@@ -426,7 +429,7 @@ class _Recoder:
             notes=[],
         )
         if self.renamed:
-            stored.dialect, stored.fused = "hf", ""
+            stored.dialect, stored.fused, stored.training = "hf", "", None
         # What follows sees the scales of the blocks that were made, not of those that the source had.
         family = replace(source.family, block=config_block(config))
         return Checkpoint(source.path, stored, family, catalog, notes, () if self.renamed else source.ops)

@@ -130,11 +130,10 @@ class SaveKeys(NamedTuple):
 
     def for_parameters(self, names: Collection[str]) -> SaveKeys:
         """The same for an optimizer of these parameters: one, with names, where some of them were not in SRC."""
-        tables = (self.parameters, self.owners)
-        parameters, owners = (table if all(n in table for n in names) else {} for table in tables)
-        if (parameters, owners) != tables:
-            return self._replace(parameters=parameters, owners=owners, held=())
-        return self
+        parameters = self.parameters if all(n in self.parameters for n in names) else {}
+        owners = self.owners if all(n in self.owners for n in names) else {}
+        held = self.held if (parameters, owners) == (self.parameters, self.owners) else ()
+        return self._replace(parameters=parameters, owners=owners, held=held)
 
 
 KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
