@@ -10,14 +10,18 @@ from ckpttool.vocabulary.read import Vocabulary, read_bytes, read_json
 from ckpttool.vocabulary.write import TEMPLATE
 
 BUILTIN = {
-    # Stanford Alpaca: instruction and response under headings.
+    # Stanford Alpaca: the last system message comes first, then instructions and responses under headings.
     "alpaca": (
         "{%- set heading = {'user': '### Instruction:', 'user_context': '### Input:', 'assistant': '### Response:'} -%}"
-        "{%- for m in messages -%}"
-        "{%- if m.role in heading -%}{{- heading[m.role] + '\\n' -}}{%- endif -%}"
+        "{%- for m in (messages | selectattr('role', 'equalto', 'system') | list)[-1:] -%}"
         "{{- m.content | trim + '\\n\\n' -}}"
         "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- heading.assistant + '\\n' -}}{%- endif -%}"
+        "{%- for m in messages if m.role in heading -%}"
+        "{{- heading[m.role] + '\\n' + m.content | trim + '\\n\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt and messages[-1].role != 'assistant' -%}"
+        "{{- heading.assistant + '\\n' -}}"
+        "{%- endif -%}"
     ),
     # OpenAI's ChatML.
     "chatml": (
@@ -36,8 +40,8 @@ BUILTIN = {
     ),
     # Meta Llama 3.
     "llama3": (
-        "{{- bos_token -}}"
         "{%- for m in messages -%}"
+        "{%- if loop.first -%}{{- bos_token -}}{%- endif -%}"
         "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' -}}"
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}"

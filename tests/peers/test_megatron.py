@@ -190,6 +190,21 @@ RESUMED: dict[str, tuple[Run, str, dict[str, Any]]] = {
         "megatron",
         {"tp": 2, "ep": 2, "etp": 1},
     ),
+    "experts_among_others": (
+        Run("glm4_moe", "dist", "dp_reshardable", case={**TRAINS, "te": True}),
+        "megatron",
+        {"ep": 2, "etp": 1},
+    ),
+    "experts_cut_among_others": (
+        Run("mixtral", "dist", "dp_reshardable", case={**TRAINS, "tp": 2, "te": True}),
+        "megatron",
+        {"pp": 2},
+    ),
+    "experts_one_by_one_in_stages": (
+        Run("qwen3_moe", "dist", "dp_reshardable", case={**TRAINS, "pp": 2}),
+        "megatron",
+        {"tp": 2},
+    ),
     "latent": (Run("deepseek_v3", "dist", FULL, case={**TRAINS, "tp": 2, "te": True}), "megatron", {"tp": 2}),
     "plain": (
         Run("gpt2", "legacy", case={"dtype": "bfloat16", "optimizer": "plain", "tp": 2}),

@@ -7,6 +7,7 @@ that results are equal or differ only in the order in which torch adds up.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -68,6 +69,21 @@ def sliced(*sources: tuple[str, int, int, dict[str, Any]], **more: Any) -> dict[
     return {"merge_method": "passthrough", "slices": slices, **more}
 
 
+def drawn(*layers: tuple[tuple[int, int], tuple[int, int]]) -> dict[str, Any]:
+    """A recipe that draws for slices of two models, each with layers of its own."""
+    slices = [
+        {
+            "sources": [
+                *({"model": f"./ft{i}", "layer_range": list(of), "parameters": p} for i, (of, p) in both),
+                {"model": "./base", "layer_range": list(two[0])},
+            ]
+        }
+        for two in layers
+        for both in [list(enumerate(zip(two, dense(0.4), strict=True), 1))]
+    ]
+    return {"merge_method": "dare_linear", "base_model": "./base", "slices": slices}
+
+
 GRADIENT: Any = [
     {"filter": "self_attn", "value": [0, 0.5, 0.3, 0.7, 1]},
     {"filter": "mlp", "value": [1, 0.5, 0]},
@@ -117,6 +133,8 @@ OTHERS = {
         sliced(("./ft1", 0, 2, {}), ("./ft2", 1, 3, {"scale": [{"filter": "down_proj", "value": 0.5}, {"value": 1.0}]}))
     ),
     "repeated_layer": Case(sliced(("./ft1", 0, 2, {}), ("./ft1", 1, 2, {}), ("./ft1", 1, 3, {}))),
+    "drawn_slices": Case(drawn(((2, 3), (2, 3)), ((0, 2), (0, 2)))),
+    "drawn_crosswise": Case(drawn(((1, 2), (0, 1)), ((0, 1), (0, 1)), ((2, 3), (1, 2)))),
     "gradient": Case(
         {"merge_method": "slerp", "models": models({}, {}), "base_model": "./ft1", "parameters": {"t": GRADIENT}},
         0.0002,
@@ -190,6 +208,17 @@ OTHERS = {
         tokenizer=True,
     ),
 }
+TWICE: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "drawn_twice": (
+        Case(drawn(((0, 2), (0, 2)), ((1, 3), (1, 3)))),
+        ("model.layers.1.", "model.layers.2."),
+    ),
+    "drawn_thrice": (
+        Case(drawn(((1, 3), (1, 3)), ((0, 3), (0, 3)), ((2, 3), (2, 3)))),
+        ("model.layers.0.", "model.layers.1.", "model.layers.3.", "model.layers.4.", "model.layers.5."),
+    ),
+}
+"""Recipes that use a layer more than once, and the names of tensors that are made of one."""
 CASES = METHODS | OTHERS
 
 
@@ -261,7 +290,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         write_tokenizer(work / f"tok{i}", letters + tokens)
     jobs = []
-    for name, one in CASES.items():
+    for name, one in (CASES | {n: one for n, (one, _) in TWICE.items()}).items():
         recipe = work / f"{name}.yml"
         recipe.write_text(json.dumps(one.recipe | {"dtype": "float32", "out_dtype": "bfloat16"}), encoding="utf-8")
         jobs.append({"recipe": recipe.name, "out": f"{name}/mergekit", "tokenizer": one.tokenizer})
@@ -299,6 +328,20 @@ def test_as_mergekit(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ours, theirs = (json.loads((runs / name / by / "config.json").read_bytes()) for by in ("ckpttool", "mergekit"))
     for field in ("num_hidden_layers", "vocab_size", "model_type"):
         assert ours[field] == theirs[field]
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_layers_that_are_used_twice(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mergekit draws for them in the order of a set of Python's: a note names how many, and all others are equal."""
+    monkeypatch.chdir(runs)
+    done = ckpttool("merge", f"{name}.yml", "-o", f"{name}/ckpttool", "--seed", SEED, "--rng", "mergekit")
+    assert done.code == 0, done.err
+    wanted, found = read_all(runs / name / "mergekit"), read_all(runs / name / "ckpttool")
+    (said,) = re.findall(r"--rng mergekit: (\d+) tensors of layers that are used more than once", done.err)
+    differ = {n for n, w in wanted.items() if (values(found[n]) != values(w)).any()}
+    again = {n for n in wanted if n.startswith(TWICE[name][1])}
+    assert differ <= again
+    assert len(again) == int(said)
 
 
 def test_every_method_of_mergekit_is_tested(runs: Path) -> None:

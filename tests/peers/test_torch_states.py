@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from tests.helpers.command import ckpttool, reshard
 
@@ -64,7 +65,7 @@ def trained(case: str, *, named: bool = True) -> tuple[Model, torch.optim.Optimi
     optimizer = getattr(torch.optim, kind)(parameters, lr=0.1, **OPTIMIZERS[case])
     for _ in range(2):
         optimizer.zero_grad()
-        model.loss().backward()
+        torch.autograd.backward(model.loss())
         optimizer.step()
     return model, optimizer
 
@@ -87,7 +88,7 @@ def save(form: str, model: Model, optimizer: torch.optim.Optimizer, folder: Path
     values = optimizer.state_dict()
     if form == "dcp":
         weights, held = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": held}, checkpoint_id=folder, no_dist=True)
+        save_distributed({"model": weights, "optimizer": held}, checkpoint_id=folder, no_dist=True)
     elif form == "one file":
         torch.save({"model": model.state_dict(), "optimizer": values}, folder / "step.pt")
         return folder / "step.pt"
@@ -109,7 +110,7 @@ def loaded(case: str, folder: Path) -> dict[str, torch.Tensor]:
         for t in [*model.parameters(), *states(model, optimizer).values()]:
             t.zero_()
     weights, held = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": held}, checkpoint_id=folder, no_dist=True)
+    load({"model": weights, "optimizer": held}, checkpoint_id=folder, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=held)
     return states(model, optimizer)
 
@@ -143,7 +144,7 @@ def test_states_that_are_not_of_elements_are_refused(kind: str, tmp_path: Path) 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = model.loss()
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss
 
     optimizer.step(closure)

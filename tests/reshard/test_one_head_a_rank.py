@@ -6,6 +6,7 @@ A state of one element may be a number of the whole parameter (a step, a power o
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_moments_of_one_head_a_rank(to: str, options: tuple[object, ...], tmp_pa
     (heads,) = tensors[SINKS].bits.shape
     rng = np.random.default_rng(1)
     names = list(tensors)
-    state = {
+    state: dict[int, dict[str, Any]] = {
         i: {
             **{k: rng.random(tensors[n].bits.shape, np.float32) for k in ("exp_avg", "exp_avg_sq")},
             "step": np.array(3, "<f4"),

@@ -2,11 +2,12 @@
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(torch.bfloat16, torch.float32).bucket_idx_K.exp_avg
 
-G counts the model-parallel ranks, tensor-parallel ones first, then (for experts) expert-parallel ones, then stages. A
-buffer holds the parameters of one rank, one dtype and one interleaved stage in the reverse of the model's order, and is
-cut into buckets. No file says which parameter lies where. What a rank has of a parameter is what the chunks of the
-model show; how many layers a stage has, what its buffers can hold. Then every parameter must begin and end where a
-chunk does, for each rank wrote its part of each parameter as a chunk of its own.
+G counts the model-parallel ranks, tensor-parallel ones first, then (for experts) expert-parallel ones, then stages.
+Experts have an optimizer and buffers of their own with expert parallelism; without, they lie among the others. A buffer
+holds the parameters of one rank, one dtype and one interleaved stage in the reverse of the model's order, and is cut
+into buckets. No file says which parameter lies where. What a rank has of a parameter is what the chunks of the model
+show; how many layers a stage has, what its buffers can hold. Then every parameter must begin and end where a chunk
+does, for each rank wrote its part of each parameter as a chunk of its own.
 Source: megatron/core/optimizer/distrib_optimizer.py, distributed/param_and_grad_buffer.py and parallel_state.py.
 """
 
@@ -194,6 +195,8 @@ class Placer:
             else:
                 (self.before if n.startswith("embedding.") else self.behind).append(n)
         self.experts = 1 + max((int(m[1]) for n in model.shapes if (m := _EXPERT.search(n))), default=-1)
+        self.apart = any(optimizer for optimizer, _ in buffers)
+        """Whether experts have an optimizer and buffers of their own: not where no rank has others than the rest."""
 
     def run(self) -> list[Found]:
         """All state. Raises UnsupportedError where no order fits, or several do."""
@@ -230,7 +233,7 @@ class Placer:
                 for placed in self._fitted(target, names, dense[stage * tp + rank][turn], rank):
                     yield from _found(placed)
             routed = [n for layer in names.layers for n in layer if is_expert(n)]
-            if routed:
+            if routed and self.apart:
                 experts[stage].append(routed)
         for stage, e, x in product(range(pp), range(ep), range(etp)):
             held = _stages(self.buffers.get((1, (stage * ep + e) * etp + x), {}))
@@ -270,7 +273,7 @@ class Placer:
 
     def _parameters(self, target: str, names: _Names, rank: int, *, experts: bool) -> list[_Parameter]:
         """In the order of ``named_parameters()``."""
-        held = [n for n in names.all if is_expert(n) == experts]
+        held = [n for n in names.all if not self.apart or is_expert(n) == experts]
         called = {
             spelled(
                 n, target=target, layers=self.model.layers, sparse=self.sparse, latent=self.latent, grouped=self.grouped

@@ -114,13 +114,13 @@ class Drawn:
 def mergekit_draws(seed: int, tensors: Iterable[Drawn]) -> Callable[[str], MergekitDraws]:
     """What gives the draws of a tensor, by name, in a merge that mergekit 0.1.5 would run with ``--random-seed seed``.
 
-    mergekit seeds torch's CPU generator once and takes the tensors in the order of their names as strings
-    (``layers.10`` before ``layers.2``), for each the models in the recipe's order, for each as many numbers as
-    elements. ``tensors`` are all tensors of the output, in any order. Nothing is drawn before it is asked for.
+    mergekit seeds torch's CPU generator once and takes the tensors one by one, for each the models in the recipe's
+    order, for each as many numbers as elements. ``tensors`` are all tensors of the output in mergekit's order: that of
+    the names in the models, as strings (``layers.10`` before ``layers.2``). Nothing is drawn before it is asked for.
     """
     places: dict[str, tuple[list[int], Working]] = {}
     start = 0
-    for t in sorted(tensors, key=lambda t: t.name):
+    for t in tensors:
         starts = list(accumulate((t.size if draws else 0 for draws in t.models), initial=start))
         start = starts.pop()
         places[t.name] = starts, t.working

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -40,6 +41,7 @@ from ckpttool.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
 from ckpttool.select import compile_pattern
+from ckpttool.storage.listing import natural
 from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
@@ -48,7 +50,7 @@ from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from ckpttool.targeting.verify import look_through
 from ckpttool.vocabulary.read import TOKENIZER_FILES
-from ckpttool.words import some
+from ckpttool.words import count, some
 
 if TYPE_CHECKING:  # of a card and a report, which are rarely asked for
     from ckpttool.execute.measuring import Measurement
@@ -170,6 +172,7 @@ def prepare(
     if str(donor_ref) not in {origin.label for origin in provenance.origins}:
         models.notes.append(f"{donor_ref} gives config and tokenizer only: `{recipe.method}` has no base")
     parents = _parents(models, refs, donor_ref) if choices.card else None
+    randomness = _randomness(choices, builder, recipe)
     merged = _as_checkpoint(recipe, donor, models, builder, config, options, words, form)
     if choices.card:
         merged.stored.companions = tuple([n for n in merged.stored.companions if n != CARD])
@@ -177,7 +180,7 @@ def prepare(
         merged,
         replace(target, dtype="" if masters else dtype, format=target.format or _usual(target, form, donor.checkpoint)),
         _with_owners(selection, merged.catalog, models),
-        computed=Computed(builder.computed, builder.operands, _randomness(choices, builder, recipe)),
+        computed=Computed(builder.computed, builder.operands, randomness),
         written=[*(words.files.items() if words is not None else ()), *files],
     )
     provenance.format = prepared.format
@@ -530,18 +533,27 @@ def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
 def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness | None:
     """Where the draws come from. All tensors of the merge count, also those that are not written.
 
-    Raises UsageError where they need torch, which is not installed: here, before anything is written.
+    mergekit takes them in the order of the names of what they are made from, the last of each (``graph.py`` and
+    ``io/tasks.py``, 0.1.5). Of two that are made from tensors of one name, the order of a set of Python's decides: a
+    note says so. Raises UsageError where they need torch, which is not installed: here, before anything is written.
     """
     if not METHODS[recipe.method].random:
         return None
     order = []
-    for c in builder.computed:
+    last = {name: max(of for _, of in sources) for name, sources in builder.names.items()}
+    for c in sorted(builder.computed, key=lambda c: (last[c.name], natural(c.name))):
         if METHODS[c.method].random:
             draws = drawing(c.method, [dict(p) for p in c.parameters])
             working = recipe.dtype or builder.common[c.name]
             order.append((c.name, prod(c.shape), tuple(draws), working))
             if METHODS[c.method].sorts_with_torch and working == "F32" and choices.rng == "mergekit" and any(draws):
                 require_torch(c.method)
+    times = Counter(last[name] for name, _, draws, _ in order if any(draws))
+    if choices.rng == "mergekit" and (again := [n for n, _, draws, _ in order if any(draws) and times[last[n]] > 1]):
+        builder.notes.append(
+            f"--rng mergekit: {count(len(again), 'tensor')} of layers that are used more than once may get each"
+            " other's random numbers: mergekit's order of them is not known"
+        )
     return Randomness(choices.rng, choices.seed, tuple(order))
 
 
