@@ -253,7 +253,7 @@ def test_whatever_the_names_of_a_family_begin_with(
     tmp_path: Path, kind: str, embedding: str, head: str, stored: int
 ) -> None:
     config = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 1, "num_attention_heads": 1}
-    own = head.removesuffix("decoder")
+    own, values = head.removesuffix("decoder"), Tensors()
     for i, folder in enumerate("ab"):
         rng = np.random.default_rng(i)
         values = {n: bf16(rng.standard_normal((6, 4))) for n in (f"{embedding}.weight", "vision_embed_tokens.weight")}
