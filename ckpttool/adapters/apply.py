@@ -140,7 +140,7 @@ class _Match:
         self.said = in_out
         """As ``in_out`` of ``adapt``."""
         self.as_trained = as_trained
-        self.in_out = (lambda n: bool(in_out(n))) if in_out is not None else (lambda _: adapter.in_out)
+        self.in_out: Callable[[str], bool] = lambda n: adapter.in_out if in_out is None else bool(in_out(n))
         self.kv_heads = kv_heads
         self.table: dict[str, Change] = {}
         self.notes = list(adapter.notes)

@@ -129,6 +129,16 @@ def test_equal_factors_of_tied_tensors_count_once(tmp_path: Path, stored: bool) 
     same(twice[EMBEDDING], base[EMBEDDING] + 2 * delta(values, "lm_head"))
 
 
+def test_factors_of_one_of_two_tied_tensors_are_told(tmp_path: Path) -> None:
+    """The trained model added them to one, and the output, as PEFT's, has them in both."""
+    source, _ = tied(tmp_path / "base")
+    values = pair("lm_head", 19, 8)
+    for i, (factors, told) in enumerate([(values, 1), (both(pair("lm_head", 19, 8)) | values, 1), (both(values), 0)]):
+        one = adapter(tmp_path / f"adapter{i}", factors)
+        done = ckpttool("merge", f"{source}+{one}", "-o", tmp_path / f"dst{i}")
+        assert done.err.count("factors of one change both") == told
+
+
 def test_other_factors_of_tied_tensors_are_added(tmp_path: Path) -> None:
     source, base = tied(tmp_path / "base")
     head, other = pair("lm_head", 19, 8), pair("lm_head", 19, 8)

@@ -234,7 +234,10 @@ def test_the_embeddings_of_t5_are_one_whatever_the_config_says_of_the_head(tmp_p
     assert config_of(tmp_path / "dst")["tie_word_embeddings"] is flag
 
 
-@pytest.mark.parametrize("stored", [(), (HEAD,), ("model.shared.weight",)], ids=["alone", "and head", "and shared"])
+STORED_OF_BART = [(), (HEAD,), ("model.encoder.embed_tokens.weight",), ("model.shared.weight",)]
+
+
+@pytest.mark.parametrize("stored", STORED_OF_BART, ids=["alone", "and head", "and encoder", "and shared"])
 def test_a_decoder_of_bart_alone_has_no_shared_embedding(tmp_path: Path, stored: tuple[str, ...]) -> None:
     """BartForCausalLM: written under the name that its class has, unless a model stores the shared one."""
     config = {"model_type": "bart", "architectures": ["BartForCausalLM"], "tie_word_embeddings": True}
@@ -267,7 +270,7 @@ def test_whatever_the_names_of_a_family_begin_with(
     tmp_path: Path, kind: str, embedding: str, head: str, stored: int
 ) -> None:
     config = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 1, "num_attention_heads": 1}
-    own = head.removesuffix("decoder")
+    own, values = head.removesuffix("decoder"), Tensors()
     for i, folder in enumerate("ab"):
         rng = np.random.default_rng(i)
         values = {n: bf16(rng.standard_normal((6, 4))) for n in (f"{embedding}.weight", "vision_embed_tokens.weight")}

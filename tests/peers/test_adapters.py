@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.command import ckpttool
+from tests.peers.families.tiny import find
+from tests.peers.families.tiny import save as save_tiny
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -90,3 +92,29 @@ def test_a_tied_base(tmp_path: Path, options: dict[str, Any], stored: bool) -> N
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.no_grad():
         torch.testing.assert_close(again(TOKENS).logits, merged(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+MIXTURES = ["deepseek_v3", "gpt_oss", "granitemoehybrid", "hy_v3", "kimi_linear", "lfm2_moe", "mixtral", "qwen3_moe"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("which", ["all-linear", "experts", "one parameter"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_and_modules_as_transformers_names_them(tmp_path: Path, kind: str, which: str) -> None:
+    """Logits of the model that was trained. Experts of the tiny models are square where gate and up are joined."""
+    model = save_tiny(find(kind)[0], tmp_path / "base")
+    experts = {".".join(n.split(".")[-2:]) for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
+    chosen = sorted(experts) if which == "experts" else [n for n in sorted(experts) if "gate_up" in n]
+    options = {"target_modules": "all-linear"} if which == "all-linear" else {"target_parameters": chosen}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **{"target_modules": [], **options}))
+    with torch.no_grad():
+        for p in wrapped.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.3)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    done = ckpttool("merge", f"{tmp_path / 'base'}+{tmp_path / 'adapter'}", "-o", tmp_path / "ours", "--verify")
+    assert done.code == 0, done.err
+    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = wrapped(TOKENS).logits
+        assert (again(TOKENS).logits - theirs).abs().max() < 1e-4 * theirs.abs().max()

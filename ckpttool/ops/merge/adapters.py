@@ -87,6 +87,11 @@ class Adaptations:
             elif not replaced and copy in changed and changed[copy].whole is not None:
                 self._check_bias(model, copy, changes)
             terms = tuple([term for c in changed.values() for term in c.terms])
+            if terms and not replaced and (len(changed) == 1 or all(c.terms for c in changed.values())):
+                notes.append(
+                    f"{ref}: `{owner}` and `{copy}` are tied: low-rank factors of one change both, as in PEFT's"
+                    " merge_and_unload; the model that was trained changed one"
+                )
             shared = Change(terms, next((c.whole for c in changed.values() if c.in_place), None))
             table |= {n: table[n] if n in replaced else shared for n in (owner, copy)}
             what = f"`{owner}` and `{copy}`, which the config ties to each other"

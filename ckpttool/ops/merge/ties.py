@@ -47,7 +47,8 @@ def tied_names(checkpoint: Checkpoint, names: Collection[str], *, canonical: boo
 
 
 def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The ties with the one embedding that is stored, where the family's owner is not.
+    """The ties with the one embedding that is stored, or the first of those that are one, where the family's owner is
+    not.
 
     Models of one family differ in what their names begin with, a decoder alone has no embedding that an encoder
     shares, and of an unknown family nothing but the ends of names is known.
@@ -57,9 +58,10 @@ def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str
         for ends in (EMBEDDINGS, _HEADS)
     )
     known = {o for o in ties.values() if o.endswith("weight") and o in names}
-    if len(embeddings) != 1 or known - {*embeddings}:
+    one = len(embeddings) == 1 or len({ties.get(n, n) for n in embeddings}) == 1
+    if not embeddings or not one or known - {*embeddings}:
         return dict(ties)
-    (owner,) = embeddings
+    owner = embeddings[0]
     moved = {c: owner if c.endswith("weight") and o not in names else o for c, o in ties.items() if c != owner}
     if len(heads) == 1 and heads[0] not in moved:
         moved[heads[0]] = owner
