@@ -74,16 +74,25 @@ def _copied(first: DataFile, other: DataFile) -> Doubt:
 
 
 def _largest(catalog: Catalog, files: set[int]) -> dict[int, list[StoredTensor]]:
-    """Of each file the largest tensors of which a piece counts."""
-    found: dict[int, dict[tuple[int, int], StoredTensor]] = {}
+    """Of each file the largest tensors of which a piece counts, a few: a catalog may have millions of pieces."""
+    found: dict[int, list[StoredTensor]] = {}
     for tensor in catalog:
         if lookup(tensor.dtype).bits % 8:
             continue
         for piece in tensor.pieces:
             stored = piece.stored
-            if stored.file in files and prod(stored.shape) > 1:
-                found.setdefault(stored.file, {})[stored.offset, stored.nbytes] = stored
-    return {i: sorted(held.values(), key=lambda t: (-t.nbytes, t.offset))[:_SAMPLES] for i, held in found.items()}
+            if stored.file not in files or prod(stored.shape) < 2:
+                continue
+            held = found.setdefault(stored.file, [])
+            if len(held) < _SAMPLES or _rank(stored) < _rank(held[-1]):
+                held.append(stored)
+                held.sort(key=_rank)
+                del held[_SAMPLES:]
+    return found
+
+
+def _rank(stored: StoredTensor) -> tuple[int, int]:
+    return -stored.nbytes, stored.offset
 
 
 def _samples(file: DataFile, tensors: Sequence[StoredTensor]) -> tuple[bytes, ...]:
