@@ -120,6 +120,8 @@ class HuggingFace:
             if mapped[t.name] == b:
                 keep = [k for k in keep if k.name != t.name] + [t]
         if index is not None:
+            if len(keep) < len(stored.tensors):
+                _refuse_copies(listing, index, seen)
             notes += _index_notes(index, {t.name: shards[t.file] for t in keep})
         stored.tensors, stored.notes = keep, notes + stored.notes
         stored.native = _file_names(names, found, stored.config)
@@ -377,6 +379,21 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
                 hint=f"`ckpttool convert-json {listing.root} --index` rebuilds it from the shards",
             )
     return found
+
+
+def _refuse_copies(listing: Listing, index: Mapping[str, str], held: Collection[str]) -> None:
+    """Of shards that hold the same tensors. Raises ConflictError where no shard has what one of them should hold."""
+    meant: dict[str, list[str]] = {}
+    for name, file in index.items():
+        meant.setdefault(file, []).append(name)
+    for file, names in meant.items():
+        if not any(n in held for n in names):
+            raise ConflictError(
+                f"{file} holds tensors of another shard, and none of the {len(names)} that the index puts there"
+                f" (`{names[0]}`)",
+                where=str(listing.path(file)),
+                hint="a shard was copied under the name of another one: fetch this one again",
+            )
 
 
 def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]:

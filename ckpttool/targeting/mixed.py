@@ -10,6 +10,7 @@ they are doubts, which a run notes and a check finds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from ckpttool.errors import CkptError
 from ckpttool.execute.compare import tensor_reads
 from ckpttool.execute.remote import open_medium
 from ckpttool.states import STEP
-from ckpttool.storage.place import DataFile, is_here, open_file, source_files
+from ckpttool.storage.place import DataFile, is_here, open_file, readable, source_files
 from ckpttool.targeting.states import read_number
 from ckpttool.words import count, some
 
@@ -37,7 +38,11 @@ class Doubt(NamedTuple):
 
 def doubts(catalog: Catalog) -> list[Doubt]:
     """All doubts. Of files that are alike a few kilobytes are read, and all of those whose samples are equal."""
-    return [*_equal_files(catalog), *_steps(catalog)]
+    out: list[Doubt] = []
+    for look in (_equal_files, _steps):
+        with suppress(CkptError):  # a file that cannot be read: what reads it says so
+            out += look(catalog)
+    return out
 
 
 # -- files
@@ -74,22 +79,31 @@ def _copied(first: DataFile, other: DataFile) -> Doubt:
 
 
 def _largest(catalog: Catalog, files: set[int]) -> dict[int, list[StoredTensor]]:
-    """Of each file the largest tensors of which a piece counts."""
-    found: dict[int, dict[tuple[int, int], StoredTensor]] = {}
+    """Of each file the largest tensors of which a piece counts, a few: a catalog may have millions of pieces."""
+    found: dict[int, list[StoredTensor]] = {}
     for tensor in catalog:
         if lookup(tensor.dtype).bits % 8:
             continue
         for piece in tensor.pieces:
             stored = piece.stored
-            if stored.file in files and prod(stored.shape) > 1:
-                found.setdefault(stored.file, {})[stored.offset, stored.nbytes] = stored
-    return {i: sorted(held.values(), key=lambda t: (-t.nbytes, t.offset))[:_SAMPLES] for i, held in found.items()}
+            if stored.file not in files or prod(stored.shape) < 2:
+                continue
+            held = found.setdefault(stored.file, [])
+            if len(held) < _SAMPLES or _rank(stored) < _rank(held[-1]):
+                held.append(stored)
+                held.sort(key=_rank)
+                del held[_SAMPLES:]
+    return found
+
+
+def _rank(stored: StoredTensor) -> tuple[int, int]:
+    return -stored.nbytes, stored.offset
 
 
 def _samples(file: DataFile, tensors: Sequence[StoredTensor]) -> tuple[bytes, ...]:
     """A run of elements of each tensor that has more than one value there; the file's own name where none has."""
     out = []
-    with open_file(file.place) as f:
+    with readable(file.place), open_file(file.place) as f:
         for t in tensors:
             size = itemsize(t.dtype)
             n = min(t.nbytes, _SAMPLE) // size * size
@@ -100,7 +114,7 @@ def _samples(file: DataFile, tensors: Sequence[StoredTensor]) -> tuple[bytes, ..
 
 
 def _same_bytes(one: DataFile, other: DataFile) -> bool:
-    with open_file(one.place) as a, open_file(other.place) as b:
+    with readable(one.place), open_file(one.place) as a, readable(other.place), open_file(other.place) as b:
         return all(a.pread(_BLOCK, at) == b.pread(_BLOCK, at) for at in range(0, one.size, _BLOCK))
 
 
@@ -111,13 +125,10 @@ def _steps(catalog: Catalog) -> Iterator[Doubt]:
     """From files of this machine: a request for each of thousands of numbers takes its time elsewhere."""
     tensors = [t for t in catalog if t.key.component == "optimizer" and t.key.state == STEP and _is_near(catalog, t)]
     taken: dict[float, list[str]] = {}
-    try:
-        with open_medium() as medium:
-            medium.announce([r for t in tensors for r in tensor_reads(catalog, t, replicas=True).ranges])
-            for t in tensors:
-                taken.setdefault(read_number(medium, catalog, t), []).append(t.key.name)
-    except CkptError:  # what reads it says why it cannot
-        return
+    with open_medium() as medium:
+        medium.announce([r for t in tensors for r in tensor_reads(catalog, t, replicas=True).ranges])
+        for t in tensors:
+            taken.setdefault(read_number(medium, catalog, t), []).append(t.key.name)
     if len(taken) > 1:
         (most, names), *others = sorted(taken.items(), key=lambda item: -len(item[1]))
         rest = ", ".join(f"{n:,g} with {len(of):,} ({some(of)})" for n, of in others[:3])

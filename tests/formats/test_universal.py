@@ -235,3 +235,15 @@ def test_a_cast_of_what_was_shared_out(tmp_path: Path) -> None:
     source, more = Path("fixtures/paddle_zcc/sharding2_v1"), ("--betas", "0.9,0.999", "--dtype", "f16")
     reshard(source, tmp_path / "out", "--to", "universal", *more)
     assert "stored as master weights only" in refused(source, tmp_path / "no", "--to", "hybrid", *more[2:], code=2)
+
+
+@pytest.mark.parametrize("case", ["universal_z1", "universal_z3"])
+def test_a_stray_file_of_a_tensor_parallel_rank_changes_no_shape(case: str, tmp_path: Path) -> None:
+    """Files of stage 3 are flat, so shapes are those of the model states, whatever lies beside these."""
+    there = tmp_path / "save"
+    shutil.copytree(Path("fixtures/torch/deepspeed") / case, there)
+    reshard(there, tmp_path / "before", "--to", "ranks", "--tp-out", 1)
+    (states, *_) = sorted(there.glob("*/*mp_rank_00_model_states.pt"))
+    shutil.copy(states, str(states).replace("mp_rank_00", "mp_rank_01"))
+    reshard(there, tmp_path / "after", "--to", "ranks", "--tp-out", 1)
+    tensorfile.assert_same(tensorfile.read_all(tmp_path / "after"), tensorfile.read_all(tmp_path / "before"))

@@ -18,7 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -92,9 +98,11 @@ def fsdp2(case: str, model: Model) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def fsdp1(case: str, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if case == "fsdp1_mesh" else None
-    policy = ModuleWrapPolicy({Block})
-    wrapped = Fsdp1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), device_mesh=mesh)
+    sizes = {"fsdp1_mesh": (dist.get_world_size(),), "fsdp1_hybrid": (2, dist.get_world_size() // 2)}.get(case)
+    mesh = init_device_mesh("cpu", sizes) if sizes else None
+    strategy = ShardingStrategy.HYBRID_SHARD if case == "fsdp1_hybrid" else None
+    policy, device = ModuleWrapPolicy({Block}), torch.device("cpu")
+    wrapped = Fsdp1(model, None, strategy, auto_wrap_policy=policy, device_id=device, device_mesh=mesh)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, foreach=False)
     train(wrapped, optimizer)
     with Fsdp1.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):

@@ -43,7 +43,7 @@ def gathered(source: Path) -> dict[str, bytes]:
     ("case", "world"),
     [
         ("uneven", 3), ("tp_fsdp", 4), ("hsdp", 4), ("named", 2), ("groups", 2), ("tied", 2), ("fsdp1", 3),
-        ("fsdp1_mesh", 2),
+        ("fsdp1_mesh", 2), ("fsdp1_hybrid", 4),
     ],
 )  # fmt: skip
 def test_everything_equals_what_torch_gathers(case: str, world: int, saved: Saved, tmp_path: Path) -> None:

@@ -351,6 +351,19 @@ def test_wrong_index_is_rebuilt(change: object, note: str, shards: Path, dst: Pa
     assert index["weight_map"].keys() == LLAMA.shapes.keys()
 
 
+def test_a_shard_under_the_name_of_another(shards: Path, dst: Path) -> None:
+    """The index says which tensors are lost."""
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    for one in names:
+        for other in names:
+            kept = (shards / other).read_bytes()
+            if one == other:
+                continue
+            (shards / other).write_bytes((shards / one).read_bytes())
+            assert f"{other} holds tensors of another shard, and none of the " in refused(shards, dst, "--to", "hf")
+            (shards / other).write_bytes(kept)
+
+
 def test_stale_shards_beside_the_index(shards: Path, dst: Path) -> None:
     """An older, larger save left files behind; the index says which count."""
     write(shards / "model-00007-of-00009.safetensors", {NORM: origin(99, "BF16", (H,))})

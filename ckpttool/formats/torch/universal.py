@@ -149,7 +149,8 @@ class _Reader:
                     steps[name] = self._step(torch, value, numbers)
                 elif isinstance(value, Tensor):
                     single = state != MASTER and not value.shape  # one number, as NAdam keeps
-                    shape = None if cut or single else states.trained.get(name, states.frozen.get(name))
+                    shape = None if single else states.trained.get(name, states.frozen.get(name))
+                    shape = None if cut and shape and _is_part(shape, value.shape) else shape
                     found.setdefault(state, {})[name] = self._whole(torch, value, name, shape)
                 else:
                     raise CorruptError("there is no tensor in it", where=str(torch.info.place))
@@ -198,6 +199,11 @@ class _Reader:
             if names:
                 out.append(base.ParamGroup(names, zero_files.values_of(group)))
         return stored, out
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a tensor-parallel rank has a part of this shape; a flat tensor says nothing of the shape of the whole."""
+    return prod(shape) != prod(whole) and len(shape) == len(whole)
 
 
 def _uncut(states: ModelStates, whole: Mapping[str, StoredTensor]) -> ModelStates:
