@@ -271,7 +271,8 @@ def test_stages_of_a_pipeline_have_the_state_of_tied_embeddings(more: tuple[str,
 def test_a_share_of_one_element_is_no_number(target: tuple[str, ...], tmp_path: Path) -> None:
     """gpt-oss has a number for each head: with as many ranks as heads, the moments of a rank's share have the shape of
     a power of beta."""
-    model, tensors = MODELS["gpt_oss"], {}
+    model = MODELS["gpt_oss"]
+    tensors: dict[str, Any] = {}
     rng = np.random.default_rng(5)
     for name, shape in model.shapes.items():
         master = rng.standard_normal(shape).astype(np.float32)
