@@ -125,7 +125,7 @@ def plan_target(
     source, moved = _with_tied_states(source, named.views.tied, equal)
     if translation is not None:
         translation.moved |= moved
-    if goal.mesh.pp > 1 and goal.writer.capabilities.states == "paddle":
+    if goal.mesh.pp > 1 and goal.writer.capabilities.optimizer_shards:
         source = _with_states_of_both(source, named)
     shares = share_out(source, goal, named, components, equal)
     request = _request(source, goal, named, shares, notes)
