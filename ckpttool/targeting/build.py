@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpttool.errors import UsageError
 from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.layout.family import Family
 from ckpttool.layout.scales import weight_of
-from ckpttool.layout.statements import Transform
+from ckpttool.layout.statements import Rename, Transform
 from ckpttool.mesh import Mesh
 from ckpttool.plan import Plan
 from ckpttool.planner import Computed, build_plan
@@ -126,6 +127,8 @@ def plan_target(
     source, moved = _with_tied_states(source, named.views.tied, equal)
     if translation is not None:
         translation.moved |= moved
+    if goal.mesh.pp > 1 and goal.writer.capabilities.optimizer_shards:
+        source = _with_states_of_both(source, named)
     shares = share_out(source, goal, named, components, equal)
     request = _request(source, goal, named, shares, notes)
     file_layout = goal.writer.write(request)
@@ -213,6 +216,23 @@ def _with_tied_states(
                 tensors[to] = replace(tensors.pop(key), key=to)
                 moved[its] = mine
     return replace(source, catalog=replace(source.catalog, tensors=tensors)), moved
+
+
+def _with_states_of_both(source: Checkpoint, named: Named) -> Checkpoint:
+    """The checkpoint with the state and the masters of tied tensors under both of their names, where both are written.
+
+    Trainers of one process save them under one of the names. In a pipeline the first stage has the embedding and the
+    last one the head, each with an optimizer of its own.
+    """
+    renames = [op for op in named.statements if isinstance(op, Rename)]
+    tensors = dict(source.catalog.tensors)
+    for pair in source.family.ties.items():
+        views = [named.views.table.get(reduce(lambda name, op: op.forward(name), renames, n)) for n in pair]
+        one, other = (v.same.key.name if v is not None and v.same is not None else "" for v in views)
+        for a, b in ((one, other), (other, one)) if one and other else ():
+            for key in [k for k in tensors if k.name == a and k.component in ("master_weights", "optimizer")]:
+                tensors.setdefault(key._replace(name=b), replace(tensors[key], key=key._replace(name=b)))
+    return replace(source, catalog=replace(source.catalog, tensors=tensors))
 
 
 def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes: list[str]) -> WriteRequest:

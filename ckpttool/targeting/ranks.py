@@ -57,7 +57,8 @@ def share_out(
     capabilities, views = goal.writer.capabilities, named.views
     packing = find_packing(quantization(goal.context.config), {n: v.dtype for n, v in views.table.items()})
     packed = packing.parts(named.names) if packing is not None else ()
-    cast = _output_dtype(named.names, goal.dtype, packed, capabilities.float32, kept_single(goal, components))
+    single = (*capabilities.float32, *kept_single(goal, components))
+    cast = _output_dtype(named.names, goal.dtype, packed, single)
     shapes = {v.name: v.shape for v in named.ruled}
     uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
     family = source.family.with_whole((*capabilities.whole, *uncut))
@@ -89,21 +90,18 @@ def kept_single(goal: Goal, components: Sequence[Component]) -> tuple[str, ...]:
 
 
 def _output_dtype(
-    names: Collection[str], wanted: str, packed: Collection[str], single: Sequence[str], kept: Sequence[str]
+    names: Collection[str], wanted: str, packed: Collection[str], single: Sequence[str]
 ) -> Callable[[str, str], str]:
     """(name, dtype) -> the dtype that ``--dtype`` makes of it.
 
     Floats of 16 bits and more are cast. Scales are not, those of ``packed`` weights neither: their weights were rounded
-    with just these values. Names of the patterns ``single`` are always float32, and those of ``kept`` stay it.
+    with just these values. Names of the patterns ``single`` are always float32.
     """
     patterns = [compile_pattern(p) for p in single]
-    staying = [compile_pattern(p) for p in kept]
 
     def cast(name: str, dtype: str) -> str:
         if dtype in CASTABLE and any(p.search(name) for p in patterns):
             return "F32"
-        if dtype == "F32" and any(p.search(name) for p in staying):
-            return dtype
         if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
             return dtype
         return dtype if name in packed else wanted

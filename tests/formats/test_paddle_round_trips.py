@@ -238,11 +238,41 @@ def test_shards_that_changed_places(tmp_path: Path) -> None:
     assert "optimizer.tp01_shard00.pdopt holds what shard 2 holds" in text
 
 
+@pytest.mark.parametrize("more", [(), ("--sharding-out", "2"), ("--sharding-out", "2", "--sharding-version", "v1")])
+def test_stages_of_a_pipeline_have_the_state_of_tied_embeddings(more: tuple[str, ...], tmp_path: Path) -> None:
+    """A trainer of one process saves it under the name of the head; the first stage has the embedding."""
+    src = UNIFIED / "pf12_qwen2tied_bf16_tp1"
+    reshard(src, tmp_path / "out", "--to", "hybrid", "--pp-out", 2, *more, "--verify")
+    states = read(src / "optimizer-00001-of-00001.safetensors")
+    masters = read(src / "master_weights-00001-of-00001.safetensors")
+    wanted = {k: states[f"lm_head.weight/{k}"].bits.view("<f4") for k in ("moment1_0", "moment2_0", "beta1_pow_acc_0")}
+    wanted["master"] = masters["lm_head.weight"].bits.view("<f4")
+    for stage, name in ((0, "model.embed_tokens.weight"), (1, "model.embed_tokens.weight"), (1, "lm_head.weight")):
+        found: dict[str, list[Any]] = {}
+        meta = tmp_path / "out" / "model_meta.json"
+        for shard in range(2) if more else [None]:
+            suffix = f"pp{stage:02d}" + (f"_shard{shard:02d}" if shard is not None else "")
+            if meta.exists():
+                static = json.loads(meta.read_text())["sharding_metas"][f"tp00_pp{stage:02d}"]["structure_name_mapping"]
+            else:
+                static = unpickled(tmp_path / "out" / f"model_state.{suffix}.pdparams")["StructuredToParameterName@@"]
+            state = unpickled(tmp_path / "out" / f"optimizer.{suffix}.pdopt")
+            for kind in wanted:
+                held = state["master_weights"] if kind == "master" else state
+                key = static[name] if kind == "master" else f"{static[name]}_fp32_master_0_{kind}"
+                found.setdefault(kind, []).extend([held[key][1].ravel()] if key in held else [])
+        for kind, want in wanted.items():
+            runs = found[kind][:1] if kind.endswith("acc_0") else found[kind]
+            assert runs, (stage, name, kind)
+            assert np.array_equal(np.concatenate(runs)[: want.size], want.ravel()), (stage, name, kind)
+
+
 @pytest.mark.parametrize("target", [("hybrid",), ("hybrid", "--sharding-out", "2"), ("flex", "--sharding-out", "2")])
 def test_a_share_of_one_element_is_no_number(target: tuple[str, ...], tmp_path: Path) -> None:
     """gpt-oss has a number for each head: with as many ranks as heads, the moments of a rank's share have the shape of
     a power of beta."""
-    model, tensors = MODELS["gpt_oss"], {}
+    model = MODELS["gpt_oss"]
+    tensors: dict[str, Any] = {}
     rng = np.random.default_rng(5)
     for name, shape in model.shapes.items():
         master = rng.standard_normal(shape).astype(np.float32)

@@ -133,6 +133,8 @@ def judge(path: Path, state: State, *, limit: int = 0) -> None:
 def _paddle(path: Path, state: State) -> None:
     optimizer, model, table, grid = state.optimizer, state.model, state.table, state.grid
     masters = optimizer.kinds["master"] if optimizer else None
+    if masters and model.tied and model.output in model.tensors and model.embedding in masters.tensors:
+        masters = replace(masters, tensors={**masters.tensors, model.output: masters.tensors[model.embedding]})
     if state.format == "unified":
         paddle.judge_unified(path, model, table, state.target)
     elif state.format == "flex":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -282,7 +283,7 @@ def _hybrid(path: Path, judge: _Judge, grid: Grid) -> None:
         ep = first * grid.tp + tp if grid.ep > 1 else 0
         seat = Seat(stage, tp, ep, 0 if grid.ep > 1 or grid.etp == 1 else tp)
         key = f"tp{tp:02d}_pp{stage:02d}" + (f"_ep{ep:02d}" if grid.ep > 1 else "")
-        names = said["sharding_metas"][key]["structure_name_mapping"] if said else None
+        names = [_names(said, stage, tp, grid, s % across) for s in range(shards)] if said else None
         here = replace(judge, where=f"hybrid {key} of {grid}, {shards} shards")
         files = [suffix_of(grid, seat, s, shards) for s in range(shards)]
         found = _joined(path, files, [s for s in range(shards) if s % across == first], names, judge)
@@ -291,6 +292,13 @@ def _hybrid(path: Path, judge: _Judge, grid: Grid) -> None:
             for name in found[kind].keys() & shapes.keys():
                 found[kind][name] = _filled(here.where, name, found[kind][name], shapes[name])
         here.run(found, partial(_share, judge.optimizer, judge.table, grid, seat))
+
+
+def _names(said: dict[str, Any], stage: int, tp: int, grid: Grid, first: int) -> dict[str, str]:
+    """Of a rank's parameters, which are numbered with the experts that it has."""
+    key = f"tp{tp:02d}_pp{stage:02d}" + (f"_ep{first * grid.tp + tp:02d}" if grid.ep > 1 else "")
+    names: dict[str, str] = said["sharding_metas"][key]["structure_name_mapping"]
+    return names
 
 
 def _share(optimizer: Optimizer, table: Table, grid: Grid, seat: Seat, kind: str) -> dict[str, Raw]:
@@ -306,7 +314,7 @@ def _filled(where: str, name: str, array: Array, shape: tuple[int, ...]) -> Arra
 
 
 def _joined(
-    path: Path, files: list[str], experts: list[int], names: Mapping[str, str] | None, judge: _Judge
+    path: Path, files: list[str], experts: list[int], names: list[dict[str, str]] | None, judge: _Judge
 ) -> dict[str, dict[str, Array]]:
     """By kind and structured name: the runs of all shards, or those of the ranks that have these experts."""
     found = _nothing()
@@ -314,12 +322,16 @@ def _joined(
         file = _path(path, "optimizer", suffix, "pdopt")
         if not file.exists():
             raise Wrong(f"{file.name} is missing")
-        known = names or load(_path(path, "model_state", suffix, "pdparams"))["StructuredToParameterName@@"]
+        known = (
+            names[shard]
+            if names
+            else load(_path(path, "model_state", suffix, "pdparams"))["StructuredToParameterName@@"]
+        )
         called: dict[str, list[str]] = {}
         for structured, static in known.items():
             called.setdefault(static, []).append(structured)
         for static, kind, array in _entries(file):
-            if static not in called and shard in experts:
+            if static not in called:
                 raise Wrong(f"{file.name}: nothing is called {static}")
             for name in called.get(static, []):
                 form = judge.table.get(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from tests.walk import chain, names, paddle, states
-from tests.walk.bits import Wrong
+from tests.walk.bits import Wrong, cast
 from tests.walk.chain import EITHER, WORKS, Step, Told
 from tests.walk.judge import PADDLE, State, judge
 from tests.walk.models import build
@@ -85,8 +85,11 @@ def _single(state: State) -> State:
     if not formers or model.kind not in _SINGLE:
         return state
     masters = optimizer.kinds["master"].tensors
-    tensors = {n: t for n, t in masters.items() if n.endswith(".mlp.gate.weight")}
-    return replace(state, model=replace(model, tensors={**model.tensors, **tensors}))
+    tensors = dict(model.tensors)
+    for name, t in model.tensors.items():
+        if name.endswith(".mlp.gate.weight"):
+            tensors[name] = masters.get(name) or replace(t, raw=cast(t.raw, "F32"))
+    return replace(state, model=replace(model, tensors=tensors))
 
 
 def _add(path: Path, state: State) -> None:

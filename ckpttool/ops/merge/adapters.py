@@ -59,7 +59,7 @@ class Adaptations:
                 adapter,
                 shapes,
                 in_out=_orientation(model, adapter),
-                kv_heads=kv_heads if isinstance(kv_heads, int) else 0,
+                kv_heads=kv_heads,
                 as_trained=not (dialect(adapter.dialect).in_out or model.checkpoint.dialect.in_out),
                 forms=_forms(model, shapes) if not dialect(adapter.dialect).in_out else (),
             )
