@@ -306,7 +306,7 @@ _PERIOD = re.compile(r"(?:\A|_)(?:period|interval|step|freq|frequency|every|n_?t
 _NUMBERED = re.compile(r"(?:\A|_)(?:layers?|pattern|offset)(?:_|\Z)|(?:\A|_)(?:idxs?|index|indexes|indices)\Z|first_k")
 _LISTED = re.compile(r"(?:\A|_)(?:blocks?|pattern)(?:_|\Z)")
 """Names of fields that may speak of layers by number: whole numbers, and what lists and texts may be called beside."""
-_TOKENS = re.compile(r"token|vocab|label|time_step_limit|multipliers|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
+_TOKENS = re.compile(r"token|vocab|label|architectures|time_step_limit|multipliers|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)")
 _APART = re.compile(
     r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
     r"|time_step|hidden_size|mtp|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
