@@ -149,6 +149,11 @@ def test_what_speaks_of_no_layers_stays() -> None:
     assert sliced(config, [2, 0]) == {**config, "num_hidden_layers": 2}
 
 
+def test_a_model_of_one_layer() -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    assert sliced(config, [0, 0]) == {**config, "num_hidden_layers": 2}
+
+
 @pytest.mark.parametrize(
     ("config", "stack", "expected"),
     [

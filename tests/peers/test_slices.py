@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.helpers.command import Done, ckpttool  # noqa: E402
 from tests.peers.families.forward import compute, difference, inputs, load, runnable  # noqa: E402
-from tests.peers.families.tiny import Architecture, save, tiny_config  # noqa: E402
+from tests.peers.families.tiny import Architecture, architectures, find, save, tiny_config  # noqa: E402
 
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 TEXTS = ("text_config", "llm_config", "thinker_config", "decoder")
@@ -155,6 +156,7 @@ def sliced(source: Path, order: list[int], out: Path) -> Done:
     """A merge of slices of the language model, which may be one of several stacks."""
     slices = [{"sources": [{"model": str(source), "layer_range": [i, i + 1]}]} for i in order]
     recipe = out.with_suffix(".yml")
+    done = Done(1, "", "")
     for stack in ("", "language_model", "decoder", "text_model", "layers"):
         more = {"stack": stack} if stack else {}
         recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": [more | s for s in slices]}))
@@ -162,3 +164,47 @@ def sliced(source: Path, order: list[int], out: Path) -> Done:
         if done.code == 0 or not re.search(r"does not say which|fits (?:none|\d)", done.err):
             break
     return done
+
+
+EXPECTED = {
+    **dict.fromkeys(("bamba", "gemma3_text", "gpt_neo", "jamba", "llama4_text", "nemotron_h"), ("ok", "ok")),
+    **dict.fromkeys(("kimi_linear", "qwen3_next", "smollm3"), ("ok", "ok")),
+    "deepseek_v3": ("refused", "ok"),
+    "ernie4_5_moe": ("refused", "ok"),
+    "minicpm3": ("refused", "ok"),  # as many layers as before
+    **dict.fromkeys(("beam", "diffllama", "gemma3n_text", "modernbert-decoder", "zamba2"), ("refused", "refused")),
+}
+"""What becomes of layers in another order, and of some of them in theirs."""
+TIED = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp", "pegasus"),
+    *("plbart", "trocr"),
+}
+"""Decoders alone whose only embedding any merge writes under the name that it has in the whole model."""
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread: what is computed here is too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "dropped"])
+def test_layers_are_what_they_were(name: str, mixed: bool, tmp_path: Path) -> None:
+    (architecture,) = (a for a in find(name) if a.group == "causal")
+    result = judge(architecture, tmp_path, mixed=mixed)
+    assert result.partition(":")[0] == EXPECTED[name][not mixed], result
+
+
+OTHERS = [a for a in architectures() if a.group == "causal" and a.name not in {*EXPECTED, *TIED}]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", OTHERS, ids=lambda a: a.name)
+def test_no_architecture_is_wrong(architecture: Architecture, tmp_path: Path) -> None:
+    """Many of transformers' are built alike; those above are of every way to tell layers apart."""
+    assert not judge(architecture, tmp_path, mixed=True).startswith("wrong")

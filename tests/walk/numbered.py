@@ -82,6 +82,7 @@ def config(kind: str, layers: int, r: Random) -> dict[str, Any]:
         "hidden_size": HIDDEN,
         "vocab_size": VOCAB,
         "num_hidden_layers": layers,
+        "tie_word_embeddings": False,  # which some of these take for granted
         **said,
     }
 
