@@ -8,7 +8,7 @@ and the safetensors of its HuggingFaceStorageWriter (``dcp_hf``). Source: torch/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -81,7 +81,11 @@ class DistributedCheckpoint:
         tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
-        found = reading.objects(objects, assigned, catalog)
+        gone = [e.path for e in entries if isinstance(e.value, Described) and e.value.shape and e.fqn not in tensors]
+        lists = {path[:i] for path in gone for i, key in enumerate(path) if type(key) is int}
+        broken = {e.fqn for e, _ in objects if e.fqn not in assigned.keys and _inside(e, lists)}
+        found = reading.objects([(e, s) for e, s in objects if e.fqn not in broken], assigned, catalog)
+        found.left += sorted(broken)
         training = found.training()
         left = training.left if training else ()
         said = [f"not plain data, and left out: {some(left)}"] if left else []
@@ -227,6 +231,14 @@ class _Reading:
             else:
                 found.left.append(e.fqn)
         return found
+
+
+def _inside(entry: Entry, lists: Collection[tuple[str | int, ...]]) -> bool:
+    """Whether a plain value is in one of these lists, which lack a tensor: torch cannot put the rest together."""
+    path = entry.path
+    if grouped(entry) is not None or path[-1] == "param_groups":
+        return False
+    return any(path[:i] in lists for i, key in enumerate(path) if type(key) is int)
 
 
 def _alone(value: Described | Span) -> Span | None:
