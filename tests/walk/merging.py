@@ -26,6 +26,9 @@ _BESIDE = {
     "generation_config.json": b'{"eos_token_id": 2}',
 }
 
+_UNTIED = {"tie_word_embeddings": False}
+"""Of models that have a head of their own, which families that are tied by default are refused with."""
+
 
 @dataclass
 class Source:
@@ -172,7 +175,7 @@ def _stacks(chain: _Chain) -> None:
     r = chain.r
     kind = r.choice(list(numbered.ARCHITECTURES))
     chain.told.traits[f"slices of {kind}"] += 1
-    config = numbered.config(kind, r.randint(3, 7), r)
+    config = numbered.config(kind, r.randint(3, 7), r) | _UNTIED
     models = [Source(config, numbered.tensors(config, i + 1)) for i in range(2)]
     for _ in range(r.randint(1, 3)):
         slices = []
@@ -286,7 +289,7 @@ _DROPPED: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 def _dropped(kind: str) -> Start:
     said, kept = _DROPPED[kind]
-    config = numbered.config(kind, 6, Random(0)) | {"eos_token_id": 2} | said  # noqa: S311
+    config = numbered.config(kind, 6, Random(0)) | _UNTIED | {"eos_token_id": 2} | said  # noqa: S311
     for optional in ("moe_layers", "no_rope_layer_interval", "interleave_moe_layer_step", "sliding_window_pattern"):
         if optional not in said:
             config.pop(optional, None)
