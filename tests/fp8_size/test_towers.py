@@ -90,7 +90,7 @@ def glm4v(inner: int, fields: Config) -> Config:
 
 
 def llama4(experts: int, step: int) -> Config:
-    fields = text(5120, 8192, 48, 40, 8, intermediate_size_mlp=16384, vocab_size=202048, moe_layers=[])
+    fields = text(5120, 8192, 48, 40, 8, intermediate_size_mlp=16384, vocab_size=202048, moe_layers=None)
     return {
         "model_type": "llama4",
         "tie_word_embeddings": False,

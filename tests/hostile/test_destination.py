@@ -209,4 +209,4 @@ def test_names_of_dst(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
     court.dst.mkdir()
     monkeypatch.chdir(court.dst)  # what is made there is no offence
     done = court.run("reshard", court.src, "--to", "hf", "--", name)
-    assert (done.code == 0) == (len(name) < 200), done.err
+    assert (done.code == 0) == (len(name) <= 255), done.err
