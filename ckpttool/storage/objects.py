@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -271,8 +272,9 @@ def close() -> None:
     """Close all connections and forget logins: the environment may be another one."""
     forget()
     with _lock:
-        for scheme in {scheme for scheme, _ in _stores}:
-            import_module(_MODULES[scheme]).close()
+        for name in _MODULES.values():
+            if name in sys.modules:  # by what writes, too
+                sys.modules[name].close()
         _stores.clear()
 
 

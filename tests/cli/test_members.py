@@ -45,7 +45,8 @@ class Runs:
         self.asked.append(options)
         member = options.member
         standing = Standing(member, self.committed, self.waiting) if member else None
-        return RunResult(10, plan.bytes_written, 0, 0.1, 0, "plain", standing=standing)
+        verified = self.committed and options.verify is not None
+        return RunResult(10, plan.bytes_written, 0, 0.1, 0, "plain", verified=verified, standing=standing)
 
 
 @pytest.fixture
