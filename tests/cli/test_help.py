@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from typer.core import TyperCommand, TyperGroup
+
 from ckpttool.kernels.merge import METHODS
 from tests.helpers.command import ckpttool
+
+
+@pytest.mark.parametrize("names", [["-h", "--help"], ["--help", "-h"]])
+def test_names_of_an_option_have_an_order(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come out of a set, which has another order in another process."""
+    for kind in (TyperGroup, TyperCommand):
+        monkeypatch.setattr(kind, "get_help_option_names", lambda _self, _ctx: names)
+    for words in ([], ["--help"], ["reshard", "--help"]):
+        done = ckpttool(*words)
+        assert "-h, --help " in done.out + done.err
 
 
 def test_merge_names_its_methods() -> None:
