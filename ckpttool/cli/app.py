@@ -20,7 +20,7 @@ from ckpttool.cli.explain import explain
 from ckpttool.cli.failure import failed
 from ckpttool.cli.fp8_cast import fp8_cast
 from ckpttool.cli.fp8_size import fp8_size
-from ckpttool.cli.help import TASKS, Command
+from ckpttool.cli.help import TASKS, Command, in_order
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
@@ -40,6 +40,9 @@ _OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
 
 class _Commands(TyperGroup):
     """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        return in_order(super().get_help_option_names(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))

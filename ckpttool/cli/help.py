@@ -94,6 +94,11 @@ NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-metho
 """What a command's help ends with, by its heading."""
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of one option, which come out of a set: the short one first."""
+    return sorted(names, key=len)
+
+
 class Command(TyperCommand):
     """A command whose help a terminal of 80 columns shows in sections."""
 
@@ -101,7 +106,7 @@ class Command(TyperCommand):
         return [*usage_words(self), "[OPTIONS]"]
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
-        return sorted(super().get_help_option_names(ctx), key=len)  # they come out of a set, in any order
+        return in_order(super().get_help_option_names(ctx))
 
     def get_help(self, ctx: Any) -> str:
         return str(super().get_help(ctx)).replace(_UNBROKEN, "-")

@@ -2,7 +2,7 @@
 
 IEEE 754 fixes the result of one addition, multiplication, division and square root, and numpy's loops over elements do
 one of these to each. It does not fix the order of a sum, which BLAS and numpy choose by the width of their vectors, nor
-the last bits of a sine. What merges need of both is made of such loops here:
+the last bits of a sine. What merges and statistics need of both is made of such loops here:
 
 * A sum is a tree that the number of its terms decides: the second half is added to the first, until few are left.
 * A product of matrices is left to BLAS, but with factors that are cut to so few bits that no sum is rounded. What is
@@ -23,7 +23,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _LANES = 16
-"""Partial sums of a float32 dot product that are added in float64."""
+"""Partial sums of a dot product that are added in float64."""
 
 
 # -- sums
@@ -45,7 +45,7 @@ def tree_sum(terms: Array) -> Any:
 
 
 def dot(a: Array, b: Array, work: Array) -> float:
-    """The dot product of two float32 vectors. ``work`` is as long, float32, and may be one of them."""
+    """The dot product of two vectors, float32 or float64. ``work`` is one like them, and may be one of them."""
     found = 0.0
     for lane in _folded(np.multiply(a, b, out=work), _LANES).tolist():
         found += lane

@@ -6,6 +6,7 @@ Three ways, chosen by the kind and the width of an element:
   the order of the blocks;
 * wider integers are added up, and squared, as integers of any size: exact, too;
 * wider floats go through float64 sums. Blocks must then come in a fixed order, because sums of floats depend on it.
+  Within a block, ``portable`` fixes the order: the same figures on every processor.
 
 NaN and infinities are counted and left out of everything else.
 """
@@ -22,6 +23,7 @@ import numpy as np
 
 from ckpttool.dtypes import lookup, numpy_dtype
 from ckpttool.errors import UnsupportedError
+from ckpttool.kernels.portable import dot, tree_sum
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Number = int | float
@@ -124,8 +126,8 @@ class _Patterns:
             saturated = int(counts[np.abs(every) == largest].sum())
         mean = std = low = high = amax = None
         if n:
-            mean = float(np.dot(values, times) / n)
-            std = float(np.sqrt(np.dot((values - mean) ** 2, times) / n))
+            mean = float(tree_sum(values * times) / n)
+            std = float(np.sqrt(tree_sum((values - mean) ** 2 * times) / n))
             low, high = _number(values[0], self._dtype), _number(values[-1], self._dtype)
             amax = max(abs(low), abs(high))
         return Stats(
@@ -174,16 +176,16 @@ class _Sums:
             self._inf += block.size - data.size - nan
         if not data.size:
             return
-        real = np.abs(data) if data.dtype.kind == "c" else data
+        real = _magnitudes(data) if data.dtype.kind == "c" else data
         low, high = _number(real.min(), self._dtype), _number(real.max(), self._dtype)
         self._low = low if self._low is None else min(self._low, low)
         self._high = high if self._high is None else max(self._high, high)
         # Joining means and squared distances (Chan, Golub and LeVeque) loses nothing to cancellation.
         with np.errstate(over="ignore", invalid="ignore"):
             wide = self._scaled(real.astype(np.float64), max(abs(low), abs(high)))
-            mean = float(wide.mean())
+            mean = float(tree_sum(wide)) / wide.size
             wide -= mean
-            squares = float(np.dot(wide, wide))
+            squares = dot(wide, wide, wide)
             n = self._n + data.size
             gap = mean - self._mean
             self._mean += gap * data.size / n
@@ -309,6 +311,19 @@ def finite(data: Array) -> Array:
     return data if good.all() else data[good]
 
 
+def _magnitudes(data: Array) -> Array:
+    """Absolute values. What numpy makes of complex numbers depends on the processor in its last bit."""
+    if data.dtype.kind != "c":
+        return np.asarray(np.abs(data))
+    with np.errstate(all="ignore"):
+        sides = np.stack([data.real, data.imag]).astype(np.float64)
+        exponents = np.frexp(np.abs(sides).max(0))[1]
+        sides = np.ldexp(sides, -exponents)
+        sides *= sides
+        found: Array = np.ldexp(np.sqrt(sides[0] + sides[1]), exponents).astype(data.real.dtype)
+    return found
+
+
 class Binning:
     """Counts elements into bins of equal width between two values."""
 
@@ -322,7 +337,7 @@ class Binning:
     def add(self, block: Array) -> None:
         """Count a block in."""
         data = finite(block.reshape(-1))
-        self.count(np.abs(data) if data.dtype.kind == "c" else data)
+        self.count(_magnitudes(data) if data.dtype.kind == "c" else data)
 
     def count(self, values: Array, times: Array | None = None) -> None:
         """Count finite values in, each so many times."""
@@ -362,7 +377,7 @@ def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array,
         close = np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
         if close.all():
             return ~close, 0.0
-        gap = np.abs(a[~close] - b[~close])
+        gap = _magnitudes(a[~close] - b[~close])
     return ~close, float("nan") if np.isnan(gap).any() else float(gap.max())
 
 
@@ -392,7 +407,7 @@ def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
         if _are_wide_integers(left, right):
             gap = _integers_apart(left[wrong], right[wrong])
         else:
-            gap = np.abs(left[wrong].astype(wide) - right[wrong].astype(wide))
+            gap = _magnitudes(left[wrong].astype(wide) - right[wrong].astype(wide))
     return wrong, float("nan") if np.isnan(gap).any() else float(gap.max())
 
 
@@ -410,11 +425,11 @@ class Distance:
             with np.errstate(all="ignore"):
                 part = slice(at, at + _SLICE)
                 x, y = a[part].astype(kind), b[part].astype(kind)
-                self._left += float(np.vdot(x, x).real)
-                self._right += float(np.vdot(y, y).real)
-                self._dot += float(np.vdot(x, y).real)
                 gap: Array = _integers_apart(a[part], b[part]) if exact else x - y
-                self._gap += float(np.vdot(gap, gap).real)
+                self._gap += _dot(gap, gap)
+                self._dot += _dot(x, y)
+                self._left += _dot(x, x)
+                self._right += _dot(y, y)
 
     def add_right(self, right: Array) -> None:
         """Count two blocks in that are equal."""
@@ -423,7 +438,7 @@ class Distance:
         for at in range(0, flat.size, _SLICE):
             with np.errstate(all="ignore"):
                 y = flat[at : at + _SLICE].astype(kind)
-                self._right += float(np.vdot(y, y).real)
+                self._right += _dot(y, y)
 
     @property
     def gap2(self) -> float:
@@ -447,6 +462,12 @@ class Distance:
         """Of the angle between both; None where one is all zeros."""
         norms = math.sqrt(self._left) * math.sqrt(self._right)
         return self._dot / norms if norms else None
+
+
+def _dot(left: Array, right: Array) -> float:
+    """The real part of the dot product of two float64 or complex128 vectors."""
+    a, b = left.view(np.float64), right.view(np.float64)
+    return dot(a, b, np.empty_like(a))
 
 
 _SLICE = 1 << 18

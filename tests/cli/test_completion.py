@@ -132,7 +132,7 @@ def test_families_are_those_that_are_built_in() -> None:
 def test_choices_are_those_of_the_code() -> None:
     from ckpttool.catalog import COMPONENTS
     from ckpttool.dtypes import CASTABLE, DTYPES
-    from ckpttool.execute.fleets import MODULES
+    from ckpttool.execute import fleets
     from ckpttool.formats.registry import READERS, WRITERS
     from ckpttool.kernels.merge import METHODS
     from ckpttool.ops.fp8_size import cache, stored
@@ -152,7 +152,7 @@ def test_choices_are_those_of_the_code() -> None:
     assert {c.upper() for c in choices.PRECISIONS} == set(HIGH)
     assert {d.upper() for d in choices.DTYPES} == set(DTYPES)
     assert tuple(METHODS) == choices.METHODS
-    assert tuple(MODULES) == choices.ENGINES
+    assert tuple(fleets.ENGINES) == choices.ENGINES
     assert choices.RECIPES == scheme.RECIPES
     assert choices.SIZED == stored.CHOICES
     assert set(choices.QUANT_METHODS) == {m for some in scheme.METHODS.values() for m in some}

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pytest
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from ckpttool.cli.app import app
 from ckpttool.kernels.merge import METHODS
 from tests.helpers.command import ckpttool
+
+
+def test_names_of_help_have_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come out of a set, which has another order in another process."""
+    whole: Any = get_command(app)
+    for kind in (TyperGroup, TyperCommand):
+        monkeypatch.setattr(kind, "get_help_option_names", lambda _self, _context: ["--help", "-h"])
+    assert [
+        c.name for c in (whole, *whole.commands.values()) if c.get_help_option_names(None) != ["-h", "--help"]
+    ] == []
 
 
 def test_merge_names_its_methods() -> None:

@@ -123,6 +123,10 @@ class RayNodes:
         """Processes of a node that work for a run."""
         return [pid for pid in children(self.raylets[name]) if "Hand" in _command(pid)]
 
+    def keepers(self) -> list[int]:
+        """The process that keeps the cluster together."""
+        return [pid for pid in children(self._process.pid) if "gcs_server" in _command(pid).partition(" ")[0]]
+
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what).encode() + b"\n")

@@ -323,6 +323,34 @@ def test_what_ray_has_to_say_is_not_in_the_answer(nodes: RayNodes, tmp_path: Pat
     assert [line for line in err.splitlines() if not line.startswith(("note: ", "write ", "verify "))] == []
 
 
+@pytest.mark.parametrize("what", ["head", "cluster"])
+def test_the_cluster_is_gone(what: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    """Ray would end the process, with a line of C++."""
+    with RayNodes(["head", "one"]) as nodes:
+        script = DRIVER.format(line=2, signal=signal.SIGSTOP, least=LEAST["reshard"])
+        command = subprocess.Popen(
+            [sys.executable, "-c", script, "", *said(RESHARD, tmp_path / "dst"), "--on", nodes.on],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"},
+        )
+        os.waitid(os.P_PID, command.pid, os.WSTOPPED)
+        kill(nodes.keepers() + (list(nodes.raylets.values()) if what == "cluster" else []))
+        command.send_signal(signal.SIGCONT)
+        out, err = command.communicate(timeout=100)
+    assert command.returncode == 1, err
+    assert out == ""
+    assert err.count("error: ") == 1
+    assert nodes.address in err
+    assert "is gone" in err or "has lost its connection" in err
+    assert "rerun with --resume" in err
+    assert "rpc_client.h" not in err
+    assert not (tmp_path / "dst").exists()
+    assert run(RESHARD, tmp_path / "dst", "--resume", on="").code == 0
+    assert contents(tmp_path / "dst") == wanted["reshard"]
+
+
 # -- what is wrong on one machine
 
 

@@ -118,6 +118,20 @@ def end_at(store: ObjectStore, number: int, fault: str, plan: Plan, **options: A
     return False
 
 
+def test_a_note_names_what_could_not_be_removed(store: ObjectStore, plan: Plan) -> None:
+    """The store does not answer to the very last request, which deletes the marker."""
+    last = count_requests(store, plan) - 1
+    store.objects_.clear()
+    store.heal()
+    store.fault = lambda i, _: "dead before" if i == last else ""
+    (note,) = [n for n in write(plan).notes if "could not be removed" in n]
+    store.heal()
+    assert note.startswith("DST is complete; s3://bucket/run/hf/.ckpttool-partial.json could not be removed (")
+    assert store.files().keys() - wanted(plan).keys() == {"run/hf/.ckpttool-partial.json"}
+    write(plan, resume=True)
+    check_whole(store, plan)
+
+
 @pytest.mark.product
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("manifest", [False, True])

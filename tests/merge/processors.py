@@ -1,4 +1,5 @@
-"""What merges compute, in short: run on two processors, or on one that hides what it can, it prints the same.
+"""What merges and statistics compute, in short: run on two processors, or on one that hides what it can, it prints the
+same.
 
 python -m tests.merge.processors
 """
@@ -18,6 +19,7 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Array
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.kernels.portable import Factor, arccosine, logarithm, sine_cosine, softmax
+from ckpttool.kernels.stats import Distance, collector
 from tests.merge.driver import run_method
 
 SHAPES = [(), (1,), (7,), (9,), (127,), (4097,), (129, 127), (37, 131), (5, 7, 9), (70_001,)]
@@ -100,6 +102,21 @@ def of_parts() -> dict[str, str]:
     return {k: hashlib.sha256(v.tobytes()).hexdigest() for k, v in found.items()}
 
 
+def of_statistics() -> dict[str, str]:
+    """What is said of tensors of each kind, and of the distance between two."""
+    found = {}
+    x, y = numbers(40_004, 10), numbers(40_004, 11)
+    for dtype, kind in {"F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8"}.items():
+        one, other = ((v + 1j * v[::-1] if kind == "c8" else v).astype(kind) for v in (x, y))
+        known, apart = collector(dtype), Distance()
+        for block in (slice(0, 10_001), slice(10_001, None)):
+            known.add(one[block])
+            apart.add(one[block], other[block])
+            apart.add_right(one[block])
+        found[dtype] = repr((known.stats(), apart.gap2, apart.norm2, apart.relative, apart.cosine))
+    return found
+
+
 def of_libraries() -> dict[str, str]:
     """The digest of what is another number with other kernels of BLAS, if there are any."""
     a, b = (numbers(10_001, part).astype(np.float32) for part in (8, 9))
@@ -108,7 +125,7 @@ def of_libraries() -> dict[str, str]:
 
 def everything() -> dict[str, str]:
     with np.errstate(all="ignore"):
-        return of_methods() | of_parts() | of_libraries()
+        return of_methods() | of_parts() | of_statistics() | of_libraries()
 
 
 if __name__ == "__main__":

@@ -588,7 +588,8 @@ class ObjectDestination:
             self._marker.delete()
         except (CkptError, FileNotFoundError) as e:
             said = e.what if isinstance(e, CkptError) else "not found"
-            notes.append(f"DST is complete; what lies beside it could not be removed ({said}): --resume removes it")
+            left = f"{self._keys.bucket}/{self._keys.marker}"
+            notes.append(f"DST is complete; {left} could not be removed ({said}): --resume removes it")
             self._marker.release()
         self._end()
         return "; ".join(notes) or None

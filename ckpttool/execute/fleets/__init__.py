@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 
-from ckpttool.errors import UsageError, not_installed
+from ckpttool.errors import UsageError
+from ckpttool.execute.fleets.apart import ApartFleet, connected
 from ckpttool.execute.fleets.base import Fleet
 
-MODULES = {"ray": "ray"}
-"""Engine -> module beside this one, imported when it is used. ckpttool's extra for it has the engine's name."""
+ENGINES = ("ray",)
+"""Each is a module beside this one, imported when it is used, a package, and an extra of ckpttool."""
 
 
 def fleet_for(text: str) -> Fleet:
@@ -19,13 +20,7 @@ def fleet_for(text: str) -> Fleet:
     engine, given, address = text.partition("=")
     if given and not address.strip():
         raise UsageError(f"--on {text}: the address is empty", hint=f"--on {engine}=HOST:PORT, or --on {engine}")
-    if engine not in MODULES:
-        raise UsageError(f"--on {text}: there is no such engine", hint=f"engines: {', '.join(MODULES)}")
-    try:
-        module = import_module(f"{__name__}.{MODULES[engine]}")
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] == "ckpttool":
-            raise
-        raise not_installed(f"--on {engine}", e.name, engine) from None
-    found: Fleet = module.fleet(address)
-    return found
+    if engine not in ENGINES:
+        raise UsageError(f"--on {text}: there is no such engine", hint=f"engines: {', '.join(ENGINES)}")
+    # A program that has imported the engine may be connected to a cluster, and has one connection.
+    return connected(engine, address) if engine in sys.modules else ApartFleet(engine, address)

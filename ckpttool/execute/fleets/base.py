@@ -3,7 +3,7 @@
 A *job* is a run, as other machines see it; a *worker* is the job opened in one process of a node. The fleet takes the
 job there once, and then carries orders and answers, each a few kB. Orders are idempotent: where an answer
 does not come, the order is done again elsewhere (see ``dispatch``). Another engine is a module with
-``fleet(address) -> Fleet`` and a line in ``MODULES``.
+``fleet(address) -> Connected`` and a word in ``ENGINES``.
 """
 
 from __future__ import annotations

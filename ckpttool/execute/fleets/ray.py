@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpttool import version
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
-from ckpttool.execute.fleets.base import Fleet, Job, Order, Reply
+from ckpttool.execute.fleets.base import Job, Order, Reply
 from ckpttool.execute.told import on_node, revived
 from ckpttool.version import __version__
 
@@ -51,7 +51,7 @@ _DISMISS = 10.0
 """Seconds for hands to end in."""
 
 
-def fleet(address: str) -> Fleet:
+def fleet(address: str) -> RayFleet:
     """The cluster at an address (HOST:PORT), or the one of RAY_ADDRESS, or the one that this machine belongs to."""
     return RayFleet(address or os.environ.get("RAY_ADDRESS") or "auto")
 
@@ -71,7 +71,7 @@ class _Station:
 
 
 class RayFleet:
-    """See ``Fleet``."""
+    """See ``Connected``."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -85,6 +85,7 @@ class RayFleet:
         self._looked = -_LOOK_EVERY
         self._job: Any = None
         self._make_hand: Any = None
+        self.head = ""
         self._trouble = ""
         """Why the last hand could not begin."""
 
@@ -98,6 +99,7 @@ class RayFleet:
             else:
                 _check_connected(self._address)
             self._connected = True
+            self.head = str(ray.get_runtime_context().gcs_address)
             self._make_hand = ray.remote(_hand_class())
         self._job = ray.put(job)
         for station in self._stations.values():
