@@ -185,7 +185,8 @@ OTHERS = {
                 {"model": "./base+./lora", "parameters": {"weight": 0.5}},
                 {"model": "./ft2", "parameters": {"weight": 0.5}},
             ],
-        }
+        },
+        share=0.0001,  # products of adapters, whose last bit torch takes from BLAS
     ),
     "tokenizer_union": Case({**UNION, "tokenizer": {"source": "union"}}, tokenizer=True),
     "tokenizer_base": Case({**UNION, "tokenizer": {"source": "base"}}, tokenizer=True),
