@@ -104,7 +104,8 @@ def layer_tensors(
     """Which tensors each layer of a stack has: the lines of the section that hold for it, and the shape of each.
 
     ``stack`` "" is the main one. A line is ``UNKNOWN`` where the config lacks what it needs for every layer alike.
-    Also returns for each line the fields of the config that its conditions and its shape are read from.
+    Also returns for each line the fields of the config from which the conditions that differ from layer to layer, and
+    its shape, are read.
     Raises LayoutError as ``declared_tensors`` does, for what differs from layer to layer.
     """
     spec = family.spec.tensors
@@ -125,7 +126,13 @@ def layer_tensors(
     def fields(texts: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(n for t in texts for n in scope.read(t)))
 
-    read = {": ".join(e.path): (fields(t for t, _ in e.conditions), fields(map(str, e.shape))) for e in entries}
+    def decides(text: str) -> bool:
+        return scope.depends(partial(scope.work_out, text))
+
+    read = {
+        ": ".join(e.path): (fields(t for t, _ in e.conditions if decides(t)), fields(map(str, e.shape)))
+        for e in entries
+    }
     return out, read
 
 

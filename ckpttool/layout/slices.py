@@ -8,13 +8,13 @@ declares them, and each layer of the new config must be what its layer of the ol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats.config import LAYERS
+from ckpttool.formats.config import LAYERS, QUANTIZATION, is_part
 from ckpttool.layout.cache import CacheScope, kinds_in
 from ckpttool.layout.expressions import Refused, words
 from ckpttool.layout.family import Family, load_family
@@ -310,9 +310,10 @@ _UNRELATED = re.compile(
     r"\Aarchitectures\Z|token|vocab|label|time_step_limit|multipliers|(?:\A|_)(?:bos|eos|pad|unk)(?:_|\Z)"
 )
 _APART = re.compile(
-    r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|image|vision|visual|video|audio|speech|mm_"
-    r"|time_step|hidden_size|mtp|adapter|projector|resampler|max_period|min_period|ignore_index|summary"
+    r"layer_?norm|(?:en|de)coder_layers|layerdrop|layer_?scale|chunk|conv|time_step|hidden_size|mtp|adapter|projector"
+    r"|resampler|max_period|min_period|ignore_index|summary"
 )
+_TOWERS = re.compile(r"image|vision|visual|video|audio|speech|mm_")
 """Names in which these words are of something else, or of layers of other stacks."""
 
 
@@ -326,15 +327,37 @@ def speaks_of_tower(config: Mapping[str, Any]) -> str:
     return next((k for k, v in config.items() if _OF_TOWERS.match(k) and type(v) in (int, list)), "")
 
 
-def suspicious(name: str, value: object, count: int) -> bool:
-    """Whether a field may speak of ``count`` layers by number, as far as its name and value tell."""
+def unknown_field(
+    place: Mapping[str, Any], known: Collection[str], count: int, *, tower: bool = False, path: str = ""
+) -> tuple[str, Any] | None:
+    """The path and value of a field of a stack's config that may speak of its ``count`` layers by number, and is none
+    of those that are known. Those in parts of the config count, too.
+
+    Models inside it have layers of their own; rotary positions and quantisation have lists of other things.
+    ``tower``: these are layers of a tower.
+    """
+    for name, value in place.items():
+        inside = isinstance(value, Mapping) and not name.startswith("rope") and name not in QUANTIZATION
+        if is_part(name, value) and ({"model_type", "depth", *LAYERS} & {*value} or _TOWERS.search(name)):
+            continue
+        if f"{path}{name}" not in known and _suspicious(name, value, count, tower=tower):
+            return f"{path}{name}", value
+        if inside and (found := unknown_field(value, known, count, tower=tower, path=f"{path}{name}.")):
+            return found
+    return None
+
+
+def _suspicious(name: str, value: object, count: int, *, tower: bool) -> bool:
+    """Whether a field may speak of layers by number, as far as its name and value tell."""
     if value is None or isinstance(value, bool | float) or _UNRELATED.search(name) or name in LAYERS:
         return False
-    named = bool(_PERIOD.search(name) or _NUMBERED.search(name)) and not _APART.search(name)
+    apart = _APART.search(name) or (not tower and _TOWERS.search(name))
+    named = bool(_PERIOD.search(name) or _NUMBERED.search(name)) and not apart
     if isinstance(value, dict):
         return bool(value) and all(str(k).isdecimal() and int(k) < count for k in value)
     if isinstance(value, list):
-        return bool(value) and not _APART.search(name) and (len(value) == count or named or bool(_LISTED.search(name)))
+        numbers = all(type(n) is int and 0 <= n < count for n in value) and len(value) > 1 and value == sorted({*value})
+        return bool(value) and not apart and (len(value) == count or numbers or named or bool(_LISTED.search(name)))
     if isinstance(value, str):
         letters = len(value) == count > 3 and bool(re.fullmatch(r"[A-Z*|\-]+", value))
         return bool(value) and (letters or named or bool(_LISTED.search(name)))

@@ -210,7 +210,7 @@ def explained(e: exceptions.AzureError, where: str) -> OSError | CkptError:
     """What an error of Azure's libraries means to users."""
     if isinstance(e, exceptions.HttpResponseError) and e.status_code in REDIRECTS:
         to = led(e.response.headers.get("Location", "") if e.response else "")
-        what = f"the server of the account redirects{to}, which is refused: a login is for the server that was named"
+        what = f"the server of the account redirects{to}; refused, because credentials go only to the server you named"
         return AccessError(what, where=where, hint="check the account's name and AZURE_STORAGE_SERVICE_ENDPOINT")
     if isinstance(e, exceptions.HttpResponseError) and e.status_code:
         return _meaning(code_of(e), e.status_code, where)

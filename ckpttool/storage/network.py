@@ -76,7 +76,7 @@ def split(url: str) -> tuple[Host, str]:
     except ValueError:
         raise ValueError("the URL's host cannot be read") from None  # urlsplit's words have it, with a password
     if parts.scheme not in PORTS:
-        raise ValueError("the URL begins neither with https:// nor with http://")
+        raise ValueError(f"the URL has the scheme {parts.scheme or '(none)'}, not https or http")
     if "@" in parts.netloc:
         raise ValueError("the URL has a user name or password")
     try:

@@ -97,7 +97,7 @@ def _check_keys(session: Any) -> None:
 class _RedirectedError(exceptions.BotoCoreError):  # type: ignore[misc]
     """The server that AWS_ENDPOINT_URL names leads elsewhere; botocore would take that for another region, for ever."""
 
-    fmt = "the server redirects{to}, which is refused: a login is for the server that was named"
+    fmt = "the server redirects{to}; refused, because credentials go only to the server you named"
 
 
 def _refuse_redirect(response_dict: dict[str, Any], **_: Any) -> None:
@@ -122,7 +122,7 @@ def explained(e: Exception, where: str) -> OSError | CkptError:
     if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
     if isinstance(e, _RedirectedError):
-        hint = "let AWS_ENDPOINT_URL name the server of the bucket itself; a login page may answer in its place"
+        hint = "set AWS_ENDPOINT_URL to the bucket's own server; a proxy or login page may have answered instead"
         return AccessError(f"S3 cannot be used: {e}", where=where, hint=hint)
     if isinstance(e, exceptions.HTTPClientError | exceptions.ConnectionError):  # refused, timeouts, TLS, proxies
         return AccessError("S3 does not answer", where=where, hint="check the network and AWS_ENDPOINT_URL")

@@ -72,9 +72,9 @@ def _copied(first: DataFile, other: DataFile) -> Doubt:
         names = [f"{f.place.parent.name}/{f.place.name}" for f in (first, other)]
     return Doubt(
         "files-equal",
-        f"{names[0]} and {names[1]} hold the same bytes: one may be a copy under the name of another",
+        f"{names[0]} and {names[1]} are identical: one may be a copy under the other's name",
         f"{first.place}; {other.place}",
-        "compare them with those of the save: each rank has other values",
+        "compare them with the original save: ranks normally hold different values",
     )
 
 
@@ -136,7 +136,7 @@ def _steps(catalog: Catalog) -> Iterator[Doubt]:
             "steps-differ",
             f"the optimizer has taken {most:,g} steps with {count(len(names), 'parameter')}, and {rest}: files of two"
             " saves, or parameters that had no gradient",
-            hint="if each parameter has a gradient in each step, take an earlier save",
+            hint="if every parameter gets a gradient in every step, use an earlier save",
         )
 
 

@@ -18,7 +18,7 @@ from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, reshard
 
 FIXTURES = Path("fixtures")
-TWINS = "hold the same bytes: one may be a copy under the name of another"
+TWINS = "are identical: one may be a copy under the other's name"
 
 
 def found(source: Path) -> dict[str, str]:

@@ -123,6 +123,9 @@ UNKNOWN: list[Config] = [
     {"expert_idxs": "0,2"},
     {"block_pattern": "abb"},
     {"kinds": {"0": "a", "2": "b"}},
+    {"exits": [0, 1]},
+    {"mixer": {"full_layers": [1, 2]}},
+    {"linear_attn_config": {"kda_layers": [1, 2], "num_heads": 4}},
 ]
 
 
@@ -132,7 +135,7 @@ def test_a_field_that_nobody_declared(said: Config, model_type: str) -> None:
     """A loader that knows it would take other layers for those that it means."""
     config = {"model_type": model_type, "num_hidden_layers": 3, **said}
     (name,) = said
-    with pytest.raises(UnsupportedError, match=f"`{name}` of config.json"):
+    with pytest.raises(UnsupportedError, match=rf"`{name}[.\w]*` of config.json"):
         sliced(config, [0, 2])
     assert sliced(config, [0, 1, 2]) == config
 
@@ -143,7 +146,8 @@ def test_what_speaks_of_no_layers_stays() -> None:
         "eos_token_id": [3, 4, 5], "bos_token_id": 1, "image_token_index": 7, "layer_norm_eps": 1e-5,
         "hidden_act": "abc", "architectures": ["LlamaForCausalLM"], "layerdrop": 0.0, "num_experts_per_tok": 2,
         "max_window_layers": None, "mtp_layer_types": ["a", "b", "c"], "id2label": {"0": "a", "1": "b"},
-        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_scaling": {"type": "longrope", "long_factor": [1, 2, 4], "mrope_section": [2, 1, 1]},
+        "task_specific_params": {"summarization": {"num_beams": 4}},
     }  # fmt: skip
     config = {"model_type": "llama", "num_hidden_layers": 3, **said}
     assert sliced(config, [2, 0]) == {**config, "num_hidden_layers": 2}
@@ -200,6 +204,9 @@ def test_layers_of_a_tower() -> None:
     llava = {"model_type": "llava", "vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 4}}
     with pytest.raises(UnsupportedError, match=r"`vision_feature_layer` of config\.json is -2"):
         sliced(llava, [0, 1, 2], "vision_tower.vision_model.encoder.layers.", **{"language_model.model.layers.": 6})
+    deep = {"model_type": "qwen3_vl", "vision_config": {"depth": 3, "deepstack_visual_indexes": [0, 2]}}
+    with pytest.raises(UnsupportedError, match=r"`deepstack_visual_indexes` of config\.json is \[0, 2\]"):
+        sliced(deep, [1, 2], "model.visual.blocks.", **{"model.language_model.layers.": 4})
 
 
 def test_a_field_that_counts_two_stacks() -> None:

@@ -689,7 +689,7 @@ def test_a_storage_with_another_file(hub: Hub) -> None:
     [
         ("http://169.254.169.254/x", "has a link-local address"),
         ("http://10.0.0.1/x", "has a private address"),
-        ("ftp://h/x", "begins neither with https"),
+        ("ftp://h/x", "has the scheme ftp, not https or http"),
         ("http://h:99999/x", "port is not a number"),
         ("http://[", "not a URL"),
     ],

@@ -19,7 +19,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
-from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, stack_fields, stacks_of, suspicious
+from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, stack_fields, stacks_of, unknown_field
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
@@ -97,13 +97,14 @@ def renumbered(
     others = others or {}
     stacks = stacks_of(family, config, [prefix, *others]) if family.name != "none" else {}
     stack = stacks.get(prefix)
-    if any(_STACK_PARTS[name].search(prefix) for name in _TOWERS) and (field := speaks_of_tower(config)):
+    tower = _is_tower(prefix)
+    if tower and (field := speaks_of_tower(config)):
         raise UnsupportedError(
             f"`{field}` of config.json is {shown(config[field])}, which speaks of layers of a tower by number",
             hint="merge this stack whole, with `models`",
         )
     if stack is not None or (not others and family.name != "none"):
-        return _Follow(family, config, stack or "", layers).run()
+        return _Follow(family, config, stack or "", layers, tower=tower).run()
     part, counts = _by_words(config, prefix) if others else ("", LAYERS)
     if not counts:
         raise _uncounted(prefix)
@@ -115,11 +116,11 @@ def renumbered(
     if not part and family.name != "none" and "" in stacks.values():  # these fields count the layers of that one
         raise _uncounted(prefix)
     if not part:
-        return _Follow(family, config, "", layers, counts).run()
+        return _Follow(family, config, "", layers, counts, tower=tower).run()
     inner = [Layer(x.config.get(part) or {}, x.number) for x in layers]
     own = next((x.config for x in inner if x.config == config[part]), config[part])
     inner = [Layer(own, x.number) if x.config == own else x for x in inner]
-    return {**config, part: _Follow(pick_family("", "", own), own, "", inner, counts).run()}
+    return {**config, part: _Follow(pick_family("", "", own), own, "", inner, counts, tower=tower).run()}
 
 
 def _uncounted(prefix: str, more: str = "") -> UnsupportedError:
@@ -139,9 +140,11 @@ class _Follow:
         stack: str,
         layers: Sequence[Layer],
         counts: Sequence[str] = LAYERS,
+        *,
+        tower: bool = False,
     ) -> None:
         """``counts``: fields that count the layers, beside those that the family names."""
-        self.family, self.stack, self.layers, self.counts = family, stack, list(layers), counts
+        self.family, self.stack, self.layers, self.counts, self.tower = family, stack, list(layers), counts, tower
         self.out: Config = deepcopy(dict(config))
         self.config = config
         self.before = Described.of(family, config, stack)
@@ -392,14 +395,14 @@ class _Follow:
         known |= {f for s in stacks for f in Described(self.family, self.config, s).count_fields}
         known |= {f for rule in self.family.spec.slices.rules for f in rule}
         for place in self.places:
-            for name, value in place.items():
-                if name not in known and not is_part(name, value) and suspicious(name, value, self.count):
-                    raise UnsupportedError(
-                        f"`{name}` of config.json is {shown(value)}, which may speak of layers by number, and layers"
-                        " get other numbers",
-                        where=self.family.origin or (),
-                        hint="say what it is in a family file, under `slices:` (docs/layouts/slices.md): --family FILE",
-                    )
+            if found := unknown_field(place, known, self.count, tower=self.tower):
+                path, value = found
+                raise UnsupportedError(
+                    f"`{path}` of config.json is {shown(value)}: it may refer to layers by number, and the slices"
+                    " renumber them",
+                    where=self.family.origin or (),
+                    hint="declare it in a family file under `slices:` (docs/layouts/slices.md): --family FILE",
+                )
 
     def _prove(self) -> None:
         """Raises UnsupportedError unless each layer is what it was."""
@@ -415,13 +418,18 @@ class _Follow:
                 continue
             read = {k: v for what in changed for k, v in now.reads(what).items() if k not in self.before.count_fields}
             fields = some([f"`{k}`" for k in read]) if read else "the number of layers"
-            what = changed[0].partition(": ")[2] or changed[0]
+            what = changed[0].rpartition(": ")[2]
             raise UnsupportedError(
-                f"the slices put layers in an order that {fields} of config.json cannot say: layer {i} would not be"
-                f" what layer {layer.number} of its source is (`{what}`)",
+                f"config.json cannot describe the layers in this order: with {fields}, layer {i} would not be what"
+                f" layer {layer.number} of its source is (`{what}`)",
                 where=self.family.origin,
-                hint="choose slices that keep the order of all kinds of layers",
+                hint="choose slices that leave each kind of layer where the config expects it",
             )
+
+
+def _is_tower(prefix: str) -> bool:
+    """Whether a stack is a vision or an audio tower, by what its names begin with."""
+    return any(_STACK_PARTS[name].search(prefix) for name in _TOWERS)
 
 
 def _at(place: Any, path: str) -> Any:
@@ -449,6 +457,5 @@ def _by_words(config: Mapping[str, Any], prefix: str) -> tuple[str, Sequence[str
         (n for n, words in _STACK_PARTS.items() if isinstance(config.get(n), dict) and words.search(prefix)), ""
     )
     place = config[part] if part else config
-    tower = not part and any(_STACK_PARTS[name].search(prefix) for name in _TOWERS)
-    words = () if tower else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
+    words = () if not part and _is_tower(prefix) else next(f for word, f in _STACK_COUNTS.items() if word in prefix)
     return part, [f for f in words if type(place.get(f)) is int]
