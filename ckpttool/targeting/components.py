@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Capabilities, Training, Writer
+from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
 from ckpttool.geometry import whole
 from ckpttool.relate import DerivedTensor, EqualPair
@@ -77,10 +77,12 @@ def chosen_components(
             f"--to {fmt} holds {', '.join(capabilities.components)}, the source has only {', '.join(have)}",
             hint="choose another format with --to",
         )
-    if not wanted and (left := [c for c in have if c not in keep]):
-        notes.append(f"{', '.join(left)} left out: --to {fmt} holds {', '.join(capabilities.components)}")
-    if not wanted and "optimizer" not in {*have} | {*capabilities.components}:
-        notes += left_of_run(source.stored.training, f"--to {fmt} holds {', '.join(capabilities.components)}")
+    if not wanted:
+        left = [c for c in have if c not in keep]
+        if "optimizer" not in capabilities.components:
+            left += run_names(source)
+        if left:
+            notes.append(f"{some(left, 12)} left out: --to {fmt} holds {', '.join(capabilities.components)}")
     tensors = {k: t for k, t in catalog.tensors.items() if k.component in keep}
     if capabilities.fp32_masters == "added" and "master_weights" in keep:
         tensors |= _own_masters(catalog)
@@ -105,13 +107,14 @@ def chosen_components(
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
 
 
-def left_of_run(training: Training | None, why: str) -> list[str]:
-    """A note about what a run goes on from, where its optimizer has no tensors that a note would name."""
+def run_names(source: Checkpoint) -> list[str]:
+    """What a run resumes from beside its tensors: the first part of each name. Groups go with the optimizer's tensors."""
+    training = source.stored.training
     if training is None:
         return []
-    names = ["param_groups"] if training.groups else []
+    names = ["param_groups"] if training.groups and "optimizer" not in source.components else []
     names += [*training.plain, *(["step"] if training.step is not None and not training.plain else [])]
-    return [f"{some(names, 12)} left out: {why}"] if names else []
+    return list(dict.fromkeys(n.partition(".")[0] for n in names))
 
 
 def _narrowed(target: Target, capabilities: Capabilities, keep: Sequence[str]) -> bool:

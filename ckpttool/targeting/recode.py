@@ -41,8 +41,8 @@ from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, tr
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import DerivedTensor, apply_transforms, identity, permute
 from ckpttool.select import matching
-from ckpttool.targeting.components import left_of_run
-from ckpttool.words import count
+from ckpttool.targeting.components import run_names
+from ckpttool.words import count, some
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
@@ -402,12 +402,10 @@ class _Recoder:
         if self.scheme is not None and not self.config:
             notes.append("there is no config.json, so nothing tells engines how the weights are quantised")
         others = {k: t for k, t in source.catalog.tensors.items() if k.component != "model"}
-        if others and self.renamed:
-            left = ", ".join(dict.fromkeys(k.component for k in others))
-            notes.append(f"{left} left out: quantised weights are for serving")
+        if self.renamed:
+            if left := [*dict.fromkeys(k.component for k in others), *run_names(source)]:
+                notes.append(f"{some(left, 12)} left out: quantised weights are for serving")
             others = {}
-        elif self.renamed:
-            notes += left_of_run(stored.training, "quantised weights are for serving")
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
         if out.removed[0]:
