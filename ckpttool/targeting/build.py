@@ -239,7 +239,7 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
     """What the format is told of the output."""
     target = goal.target
     config, said = _config(source, goal, named)
-    notes += said
+    notes += [n for n in said if n not in notes]
     sharding = target.sharding or (source.stored.sharding if goal.writer.capabilities.optimizer_shards else 1)
     if sharding > 1 and target.sharding is None:
         notes.append(f"sharding {sharding}: as the source has it; change it with --sharding-out")

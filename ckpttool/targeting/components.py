@@ -108,7 +108,10 @@ def chosen_components(
 
 
 def run_names(source: Checkpoint) -> list[str]:
-    """What a run resumes from beside its tensors: the first part of each name. Groups go with the optimizer's tensors."""
+    """What a run resumes from beside its tensors, by the first part of each name.
+
+    Groups belong to the optimizer, which is named where it has tensors.
+    """
     training = source.stored.training
     if training is None:
         return []

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.formats.config import LAYERS, ties_head, whole_number
-from ckpttool.layout.assemble import LAYER
+from ckpttool.layout.assemble import EXPERT, LAYER
 from ckpttool.layout.scales import weight_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -35,6 +35,10 @@ def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) ->
         if weight is not None and weight in gone:
             out.append(f"the scales `{name}` stay without their weight")
     out += _layer_warnings(source, gone, left)
+    if experts := sorted(_experts_of(gone) - _experts_of(left)):
+        one = len(experts) == 1
+        verb, those = ("is", "it") if one else ("are", "them")
+        out.append(f"{_numbered(experts, 'expert')} {verb} gone, and config.json and the routers still count {those}")
     return out
 
 
@@ -51,9 +55,13 @@ def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[
     return out
 
 
-def _numbered(layers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
-    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"
+def _numbered(numbers: Sequence[int], what: str = "layer") -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"{what} {shown}" if len(numbers) == 1 else f"{what}s {shown}"
+
+
+def _experts_of(names: Collection[str]) -> set[int]:
+    return {int(m[1]) for n in names if (m := EXPERT.search(n))}
 
 
 def _layers_of(names: Collection[str]) -> set[int]:

@@ -25,12 +25,18 @@ class _Found(NamedTuple):
 
 
 def settled(
-    config: Mapping[str, Any], before: Iterable[str], after: Iterable[str], default: str = ""
+    config: Mapping[str, Any],
+    before: Iterable[str],
+    after: Iterable[str],
+    default: str = "",
+    *,
+    was: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The config with as many prediction layers as are left, and notes about it.
 
     ``before`` and ``after`` are names of the source: of what it has, and of what is written. ``default`` is the field
-    that may mean a prediction layer where the config has none.
+    that may mean a prediction layer where the config has none. ``was``: the config of ``before``, where that is
+    another one.
     """
     same = dict(config)
     fields = {f: n for f in PREDICTION if (n := whole_number(config, f)) is not None}
@@ -38,11 +44,12 @@ def settled(
     layers = whole_number(config, *LAYERS)
     if layers is None or (not counted and (fields or not default)):
         return same, []
-    here = _found(before, layers)
+    here = _found(before, layers if was is None else whole_number(was, *LAYERS) or layers)
+    left = _found(after, layers).predicting
     said = _shown(counted)
     if not here.predicting:
-        return same, [f"config.json says {said}, and the source has no such layer"] if counted and here.complete else []
-    left = _found(after, layers).predicting
+        lacks = counted and here.complete and not left
+        return same, [f"config.json says {said}, and the source has no such layer"] if lacks else []
     if left == here.predicting:
         return same, []
     numbers = left - {-1}

@@ -42,7 +42,10 @@ from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.relate import DerivedTensor, apply_transforms, identity, permute
 from ckpttool.select import matching
 from ckpttool.targeting.components import run_names
-from ckpttool.words import count, some
+from ckpttool.targeting.lacking import lacking
+from ckpttool.targeting.prediction import settled
+from ckpttool.targeting.select import left_out
+from ckpttool.words import some
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
@@ -210,6 +213,7 @@ class _Recoder:
         wanted -= matching(remove, names, option="--remove-keys")
         if not wanted:
             raise UsageError("no tensor is left: the patterns remove all of them")
+        gone = [w.name for w in weights if w.name not in wanted]
         weights = [w for w in weights if w.name in wanted]
         computed = Computed(self.steps, self.operands, None, self.results)
         out = Recoded(self.source, self.source, computed, self.scheme, self.dtype, [], remove=remove, keep=keep_keys)
@@ -238,7 +242,7 @@ class _Recoder:
                 where=str(self.source.path),
                 hint="they stay because: " + ", ".join(f"{why} ({n})" for why, n in out.kept.items()),
             )
-        out.checkpoint = self._checkpoint(out, codes)
+        out.checkpoint = self._checkpoint(out, codes, gone, [w.name for w in weights])
         return out
 
     def _weights(self, codes: Codes) -> list[Weight]:
@@ -396,27 +400,30 @@ class _Recoder:
         for i, f in enumerate(forms):
             self._put(f.name, f.dtype, f.shape, len(self.steps) - 1, i, turned=back and len(f.shape) > 1)
 
-    def _checkpoint(self, out: Recoded, codes: Codes) -> Checkpoint:
+    def _checkpoint(self, out: Recoded, codes: Codes, gone: Sequence[str], left: Sequence[str]) -> Checkpoint:
+        """What follows reads: ``left`` of the weights, under the names that they have in high precision."""
         source, stored = self.source, self.source.stored
         notes = list(source.notes)
         if self.scheme is not None and not self.config:
             notes.append("there is no config.json, so nothing tells engines how the weights are quantised")
         others = {k: t for k, t in source.catalog.tensors.items() if k.component != "model"}
         if self.renamed:
-            if left := [*dict.fromkeys(k.component for k in others), *run_names(source)]:
-                notes.append(f"{some(left, 12)} left out: quantised weights are for serving")
+            if lost := [*dict.fromkeys(k.component for k in others), *run_names(source)]:
+                notes.append(f"{some(lost, 12)} left out: quantised weights are for serving")
             others = {}
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
-        if out.removed[0]:
-            notes.append(f"{count(out.removed[0], 'tensor')} left out, {out.removed[1]:,} bytes")
+        config = self._config(out)
+        if gone:
+            notes += [left_out(out.removed), *lacking(source, gone, left)]
+            config, changes = settled(config, [*left, *gone], left, source.family.prediction_field)
+            notes += changes
         if codes.beside:
             notes.append(
                 f"{len(codes.beside)} scales of activations or caches are left out (`{codes.beside[0]}`):"
                 " they belong to the recipe that the source had"
             )
         catalog = Catalog(source.catalog.files, {**self.tensors, **others}, source.catalog.aliases)
-        config = self._config(out)
         companions = tuple([n for n in stored.companions if n != HF_QUANT])
         stored = replace(
             stored,

@@ -16,6 +16,8 @@ from safetensors.numpy import save_file
 
 from ckpttool.execute import engine
 from tests.helpers.command import ckpttool, reshard
+from tests.helpers.families import MODELS
+from tests.helpers.tensorfile import save_hf
 
 if TYPE_CHECKING:
     from tests.helpers.command import Done
@@ -255,3 +257,22 @@ def test_scales_without_their_weight_warn(tmp_path: Path) -> None:
     assert "stay without their weight" in done.err
     done = drop(source, tmp_path / "dst2", "*.0.mlp.up_proj.weight_scale_inv")
     assert "stays without its scales" in done.err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("*.experts.5.*", "expert 5 is gone, and config.json and the routers still count it"),
+        ("re:.*experts\\.[45]\\..*", "experts 4, 5 are gone, and config.json and the routers still count them"),
+        ("model.layers.1.mlp.experts.5.*", ""),
+    ],
+)
+def test_experts_that_go_are_named(tmp_path: Path, pattern: str, said: str) -> None:
+    model = MODELS["qwen3_moe"]
+    save_hf(tmp_path / "src", model.tensors(), model.config)
+    for command in ("drop-keys", "reshard"):
+        words = [pattern] if command == "drop-keys" else ["--to", "hf", "--remove-keys", pattern]
+        done = ckpttool(command, tmp_path / "src", tmp_path / command, *words)
+        assert done.code == 0, done.err
+        assert said in done.err
+        assert ("routers" in done.err) is bool(said)

@@ -214,3 +214,31 @@ def test_two_quantised_models(fp8: Path, tmp_path: Path) -> None:
         assert np.array_equal(floats(raw), floats(values[name])), name
     assert others().keys() < found.keys()
     assert "quantization_config" not in config_of(tmp_path / "dst")
+
+
+RECODED: dict[str, list[object]] = {
+    "fp8-cast": ["fp8-cast", "{bf16}", "{dst}"],
+    "fp8-cast --to": ["fp8-cast", "{fp8}", "{dst}", "--to", "bf16"],
+    "reshard --dequant": ["reshard", "{fp8}", "{dst}", "--dequant", "bf16"],
+    "reshard --requant": ["reshard", "{fp8}", "{dst}", "--requant", "channel"],
+}
+
+
+@pytest.mark.parametrize("command", RECODED)
+def test_what_is_left_out_is_said_as_reshard_says_it(command: str, tmp_path: Path) -> None:
+    """Of the head, a layer, and a layer of prediction."""
+    copies = {n.replace(".0.", f".{i}."): r for i in (1, 2) for n, r in linear().items()}
+    config = {**LLAMA, "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"}
+    save_hf(tmp_path / "bf16", linear() | copies | others(), config)
+    cast(tmp_path / "bf16", tmp_path / "fp8")
+    words = [
+        str(w).format(bf16=tmp_path / "bf16", fp8=tmp_path / "fp8", dst=tmp_path / "dst") for w in RECODED[command]
+    ]
+    patterns = ("lm_head.*", "model.layers.1.*", "model.layers.2.*")
+    options = [o for p in patterns for o in ("--remove-keys", p)]
+    done = ckpttool(*words, *options)
+    plain = reshard(tmp_path / "bf16", tmp_path / "plain", *options)
+    notes = [line for line in plain.err.splitlines() if line.startswith("note: ") and "written as hf" not in line]
+    assert len(notes) == 4, notes
+    assert notes[1:] == [line for line in done.err.splitlines() if line.startswith("note: ") and line in notes[1:]]
+    assert config_of(tmp_path / "dst")["num_nextn_predict_layers"] == 0

@@ -97,6 +97,37 @@ def test_commands_count_what_they_leave(tmp_path: Path, command: str) -> None:
     assert "num_nextn_predict_layers" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("ranges", "wanted"), [([(0, 3)], 0), ([(0, 2)], 0), ([(0, 2), (1, 3)], 0), ([(0, 2), (1, 4)], 1)]
+)
+def test_slices_count_what_they_take(tmp_path: Path, ranges: list[tuple[int, int]], wanted: int) -> None:
+    source("glm4_moe", tmp_path / "src")
+    slices = [{"sources": [{"model": str(tmp_path / "src"), "layer_range": [*r]}]} for r in ranges]
+    recipe = {"merge_method": "passthrough", "slices": slices}
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    done = ckpttool("merge", tmp_path / "recipe.yml", "-o", tmp_path / "dst", "--allow-nonfinite", "--verify")
+    assert done.code == 0, done.err
+    said = config(tmp_path / "dst")
+    assert (said["num_nextn_predict_layers"], said["num_hidden_layers"]) == (
+        wanted,
+        sum(b - a for a, b in ranges) - wanted,
+    )
+    assert ("num_nextn_predict_layers is 0 now; it was 1" in done.err) is not bool(wanted)
+    assert "has no such layer" not in done.err
+
+
+def test_a_merge_with_a_model_without_them(tmp_path: Path) -> None:
+    tensors = source("glm4_moe", tmp_path / "src")
+    less = {n: r for n, r in tensors.items() if not OF_LAYERS.match(n)}
+    save_hf(tmp_path / "less", less, MODELS["glm4_moe"].config)
+    options = ("-o", tmp_path / "dst", "--missing", "skip", "--allow-nonfinite")
+    done = ckpttool("merge", tmp_path / "src", tmp_path / "less", *options)
+    assert done.code == 0, done.err
+    assert config(tmp_path / "dst")["num_nextn_predict_layers"] == 0
+    assert "num_nextn_predict_layers is 0 now; it was 1" in done.err
+    assert "has no such layer" not in done.err
+
+
 def test_a_source_without_them_is_named(tmp_path: Path) -> None:
     """transformers leaves them out when it saves a model, and its config counts them still."""
     model = MODELS["glm4_moe"]

@@ -45,6 +45,7 @@ from ckpttool.storage.listing import natural
 from ckpttool.storage.place import AnyPlace, Place, parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
+from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
@@ -166,6 +167,8 @@ def prepare(
         untied=any(Key(n, recipe.component) in builder.tensors for n in adaptations.apart),
     )
     config, files = in_line(config, donor, builder.tensors, words, models.notes)
+    config, changes = _with_predictions(config, donor, builder)
+    models.notes += changes
     if form is None:
         config = donor.checkpoint.dialect.published_config(config)
     provenance = _provenance(recipe, choices, models, adaptations, builder)
@@ -555,6 +558,12 @@ def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Rand
             " other's random numbers: mergekit's order of them is not known"
         )
     return Randomness(choices.rng, choices.seed, tuple(order))
+
+
+def _with_predictions(config: dict[str, Any], donor: Model, builder: Builder) -> tuple[dict[str, Any], list[str]]:
+    """The config with as many prediction layers as slices and ``--missing`` leave of the donor's, and notes."""
+    was = donor.checkpoint
+    return settled(config, donor.views, (k.name for k in builder.tensors), was.family.prediction_field, was=was.config)
 
 
 def _as_checkpoint(
