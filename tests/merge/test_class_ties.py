@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.helpers.command import ckpttool
-from tests.helpers.tensorfile import read
+from tests.helpers.tensorfile import Tensors, read
 from tests.merge.models import bf16, merge, save
 
 DARE = ("--method", "dare_linear", "--weights", "0.7", "--param", "density=0.5")
@@ -49,7 +49,7 @@ def models(root: Path, cls: str, **fields: object) -> list[str]:
     config, groups = CASES[cls]
     for folder in "ab":
         rng = np.random.default_rng(ord(folder))
-        values = {}
+        values = Tensors()
         for g in groups:
             values |= dict.fromkeys(g, bf16(rng.standard_normal((6, 4))))
         values["x.norm.weight"] = bf16(rng.standard_normal(4))
