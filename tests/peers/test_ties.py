@@ -162,10 +162,10 @@ def wrong(cls: type[Any], folder: Path, *, tied: bool) -> tuple[int, list[str]]:
     out = []
     if lost := stored.keys() - from_all - {n for g in several for n in g}:
         out.append(f"{sorted(lost)[:3]} are taken for copies")
-    for group in several:
-        left: Sequence[set[str]] = [group & v for v in (from_all, from_kept, *both)]
-        if any(len(names) != 1 for names in left) or left[2] != left[3]:
-            out.append(f"{sorted(group)} become {[sorted(names) for names in left]}")
+    for one in several:
+        left: Sequence[set[str]] = [one & v for v in (from_all, from_kept, *both)]
+        if any(len(held_in) != 1 for held_in in left) or left[2] != left[3]:
+            out.append(f"{sorted(one)} become {[sorted(held_in) for held_in in left]}")
     return len(several), out
 
 
