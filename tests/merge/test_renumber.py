@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,7 +14,9 @@ import pytest
 from ckpttool.errors import UnsupportedError
 from ckpttool.layout.family import find_family, load_family, no_family
 from ckpttool.ops.merge.renumber import Layer, renumbered
+from tests.helpers.command import ckpttool
 from tests.helpers.sample import examples
+from tests.merge.models import llama, llama_config, save
 from tests.walk import numbered
 
 Config = dict[str, Any]
@@ -257,3 +262,40 @@ def test_what_layers_are_for_code_that_shares_nothing_with_this(kind: str) -> No
         assert out.get("eos_token_id") == config.get("eos_token_id")
         ended["follows"] += 1
     assert ended["follows"] > ended["refused"]
+
+
+KINDS = ["sliding_attention", "full_attention"]
+
+
+def mixed(root: Path, kinds: Sequence[Sequence[str]], ranges: Sequence[Sequence[int]], **fields: object) -> Any:
+    """A linear merge of slices of two models of Qwen3 with these layers."""
+    sources = []
+    for i, (name, own, chosen) in enumerate(zip("ab", kinds, ranges, strict=True)):
+        tensors = llama(layers=len(own), seed=i)
+        config = {**llama_config(layers=len(own)), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+        windows = {"use_sliding_window": "sliding_attention" in own, "sliding_window": 4 + 4 * i}
+        save(root / name, tensors, {**config, **windows, "layer_types": list(own), **fields})
+        sources.append({"model": str(root / name), "layer_range": list(chosen), "parameters": {"weight": 0.5}})
+    recipe = {"merge_method": "linear", "slices": [{"sources": sources}]}
+    (root / "recipe.yml").write_text(json.dumps(recipe))
+    return ckpttool("merge", root / "recipe.yml", "-o", root / "dst")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ranges", "right"),
+    [
+        ((KINDS, KINDS), ((0, 2), (0, 2)), True),
+        ((KINDS, KINDS), ((0, 1), (1, 2)), False),
+        ((KINDS, KINDS[1:] * 2), ((0, 2), (0, 2)), False),
+        ((KINDS * 2, KINDS * 2), ((0, 2), (2, 4)), True),
+        ((KINDS[:1] * 2, KINDS[1:] * 2), ((0, 2), (0, 2)), True),  # Mistral 0.1 and 0.2
+    ],
+)
+def test_layers_of_different_kinds_are_not_merged_into_one(
+    tmp_path: Path, kinds: Sequence[Sequence[str]], ranges: Sequence[Sequence[int]], right: bool
+) -> None:
+    done = mixed(tmp_path, kinds, ranges)
+    assert (done.code == 0) == right, done.err
+    if not right:
+        assert "is merged from layers of different kinds" in done.err
+        assert not (tmp_path / "dst").exists()

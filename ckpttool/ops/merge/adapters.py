@@ -19,6 +19,7 @@ from ckpttool.execute.hashing import hash_range
 from ckpttool.execute.reader import blocks
 from ckpttool.formats.base import ModelForm
 from ckpttool.formats.config import whole_number
+from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Rename, inverse
 from ckpttool.ops.merge.models import Model, Models
@@ -87,6 +88,14 @@ class Adaptations:
             elif not replaced and copy in changed and changed[copy].whole is not None:
                 self._check_bias(model, copy, changes)
             terms = tuple([term for c in changed.values() for term in c.terms])
+            if terms and LAYER.search(owner) and (len(changed) == 1 or changed[copy].terms):
+                raise UnsupportedError(
+                    f"`{owner}` and `{copy}` are one weight in the model, and the adapter changes"
+                    f" {'each of them' if len(changed) == 2 else 'one of them'} by factors of its own,"
+                    " which no merged model has",
+                    where=model.label,
+                    hint="load the adapter beside the model",
+                )
             if terms and not replaced and (len(changed) == 1 or all(c.terms for c in changed.values())):
                 notes.append(
                     f"{ref}: `{owner}` and `{copy}` are tied: low-rank factors of one change both, as in PEFT's"

@@ -70,6 +70,7 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
     stacks = resolved.stacks or dict.fromkeys([*depths][:1], resolved.layers)
     donor_config = config
     for prefix, origins in stacks.items():
+        _check_kinds(known, models, donor, prefix, [*depths], origins)
         sources = [next((o for o in origin if o[0] == donor), origin[0]) for origin in origins]
         layers = [
             Layer(donor_config if ref == donor else models[ref].checkpoint.config, number) for ref, number in sources
@@ -78,6 +79,60 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
             layers = [Layer(config, x.number) if x.config is donor_config else x for x in layers]
             config = renumbered(known, config, prefix, layers, {p: n for p, n in depths.items() if p != prefix})
     return config
+
+
+def _check_kinds(
+    family: Family,
+    models: Models,
+    donor: ModelRef,
+    prefix: str,
+    prefixes: Sequence[str],
+    origins: Sequence[Sequence[tuple[ModelRef, int]]],
+) -> None:
+    """Raises UnsupportedError for layers of different kinds that are merged into one.
+
+    Models of which all layers differ alike (other windows, another rope) may be merged; a layer is compared with those
+    beside it in its own model.
+    """
+    if family.name == "none" or all(len(o) < 2 for o in origins):
+        return
+    refs = dict.fromkeys([donor, *(ref for o in origins for ref, _ in o)])
+    kinds: dict[ModelRef, list[dict[str, Any]]] = {}
+    for ref in refs:
+        config = models[ref].checkpoint.config
+        stack = stacks_of(family, config, prefixes).get(prefix)
+        described = Described.of(family, config, stack or "")
+        count = described.count or 0
+        if stack is None or (not count and not stack):
+            return
+        kinds[ref] = [described.layer(n) for n in range(count)]
+    for i, origin in enumerate(origins):
+        first, *others = sorted(origin, key=lambda o: o[0] != donor)
+        for other in others:
+            if what := _differ(kinds, first, other):
+                raise UnsupportedError(
+                    f"layer {i} of the output is merged from layers of different kinds:"
+                    f" {first[1]} of {first[0]} and {other[1]} of {other[0]} differ in {some(what)}",
+                    hint="merge layers of one kind with each other",
+                )
+
+
+def _differ(
+    kinds: Mapping[ModelRef, Sequence[Mapping[str, Any]]], a: tuple[ModelRef, int], b: tuple[ModelRef, int]
+) -> list[str]:
+    """In what two layers differ, other than their whole models do."""
+    (ref, m), (other, n) = a, b
+    mine, theirs = kinds[ref], kinds[other]
+    if max(m, n) >= min(len(mine), len(theirs)):  # of multi-token prediction, or of models that differ in depth
+        return [] if m >= len(mine) or n >= len(theirs) else [k for k in mine[m] if mine[m][k] != theirs[n].get(k)]
+    out = []
+    for k in {**mine[m], **theirs[n]}:
+        here, there = ([layer.get(k, "no") for layer in layers] for layers in (mine, theirs))
+        places = [[values.index(v) for v in values] for values in (here, there)]
+        alike = all(x == y for x, y in zip(*places, strict=False))
+        if here[n] != here[m] if alike else here[m] != there[n]:
+            out.append(k)
+    return out
 
 
 def renumbered(

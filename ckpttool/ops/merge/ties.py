@@ -10,6 +10,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.formats.config import EMBEDDINGS, HEADS, ties_head
 from ckpttool.layout.family import Family
 from ckpttool.layout.statements import Rename
+from ckpttool.layout.ties import class_ties
 from ckpttool.relate import TensorTable
 from ckpttool.select import compile_pattern
 
@@ -29,6 +30,8 @@ def tied_names(checkpoint: Checkpoint, names: Collection[str], *, canonical: boo
     family = checkpoint.family
     if checkpoint.capabilities.exact:
         return {}
+    if (recorded := class_ties(checkpoint.config, names)) is not None:
+        return recorded
     renames = [] if canonical else [op for op in checkpoint.ops if isinstance(op, Rename)]
 
     def own(name: str) -> str:
@@ -61,7 +64,7 @@ def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str
     one = len(embeddings) == 1 or len({ties.get(n, n) for n in embeddings}) == 1
     if not embeddings or not one or known - {*embeddings}:
         return dict(ties)
-    owner = embeddings[0]
+    owner = next((n for n in embeddings if n in known), embeddings[0])
     moved = {c: owner if c.endswith("weight") and o not in names else o for c, o in ties.items() if c != owner}
     if len(heads) == 1 and heads[0] not in moved:
         moved[heads[0]] = owner
