@@ -77,6 +77,7 @@ LOCAL_ROWS = {"storage", "execute", "cli", "report", "recipe"}
 LOCAL_MODULES = {
     "ckpttool.formats.registry",
     "ckpttool.layout.files",
+    "ckpttool.layout.ties",
     "ckpttool.ops.convert_json.check",
     "ckpttool.ops.convert_json.durable",
     "ckpttool.ops.convert_json.header",

@@ -125,10 +125,11 @@ def plan_target(
         notes += _not_cast(named.views.table, goal.dtype)
     equal += named.views.equal
     source, moved = _with_tied_states(source, named.views.tied, equal)
+    if goal.mesh.pp > 1 and goal.writer.capabilities.optimizer_shards:
+        source, copied = _with_states_of_both(source, named)
+        moved |= {to: moved.get(of, of) for to, of in copied.items()}
     if translation is not None:
         translation.moved |= moved
-    if goal.mesh.pp > 1 and goal.writer.capabilities.optimizer_shards:
-        source = _with_states_of_both(source, named)
     shares = share_out(source, goal, named, components, equal)
     request = _request(source, goal, named, shares, notes)
     file_layout = goal.writer.write(request)
@@ -218,21 +219,24 @@ def _with_tied_states(
     return replace(source, catalog=replace(source.catalog, tensors=tensors)), moved
 
 
-def _with_states_of_both(source: Checkpoint, named: Named) -> Checkpoint:
-    """The checkpoint with the state and the masters of tied tensors under both of their names, where both are written.
+def _with_states_of_both(source: Checkpoint, named: Named) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with the state and the masters of tied tensors under both of their names, where both are written;
+    and the names that have got state, with those that had it.
 
     Trainers of one process save them under one of the names. In a pipeline the first stage has the embedding and the
     last one the head, each with an optimizer of its own.
     """
     renames = [op for op in named.statements if isinstance(op, Rename)]
-    tensors = dict(source.catalog.tensors)
+    tensors, copied = dict(source.catalog.tensors), {}
     for pair in source.family.ties.items():
         views = [named.views.table.get(reduce(lambda name, op: op.forward(name), renames, n)) for n in pair]
         one, other = (v.same.key.name if v is not None and v.same is not None else "" for v in views)
         for a, b in ((one, other), (other, one)) if one and other else ():
             for key in [k for k in tensors if k.name == a and k.component in ("master_weights", "optimizer")]:
-                tensors.setdefault(key._replace(name=b), replace(tensors[key], key=key._replace(name=b)))
-    return replace(source, catalog=replace(source.catalog, tensors=tensors))
+                if (to := key._replace(name=b)) not in tensors:
+                    tensors[to] = replace(tensors[key], key=to)
+                    copied[b] = a
+    return replace(source, catalog=replace(source.catalog, tensors=tensors)), copied
 
 
 def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes: list[str]) -> WriteRequest:

@@ -267,6 +267,14 @@ def test_stages_of_a_pipeline_have_the_state_of_tied_embeddings(more: tuple[str,
             assert np.array_equal(np.concatenate(runs)[: want.size], want.ravel()), (stage, name, kind)
 
 
+@pytest.mark.parametrize("target", ["hybrid", "flex"])
+def test_powers_of_both_names_of_tied_embeddings_are_verified(target: str, tmp_path: Path) -> None:
+    """They are worked out of the steps that torch counts, which the source has under one name."""
+    reshard(UNIFIED / "pf12_qwen2tied_bf16_tp1", tmp_path / "dcp", "--to", "dcp", "--betas", "0.9,0.999")
+    done = reshard(tmp_path / "dcp", tmp_path / "out", "--to", target, "--pp-out", 2, "--verify")
+    assert "verified: every element" in done.out
+
+
 @pytest.mark.parametrize("target", [("hybrid",), ("hybrid", "--sharding-out", "2"), ("flex", "--sharding-out", "2")])
 def test_a_share_of_one_element_is_no_number(target: tuple[str, ...], tmp_path: Path) -> None:
     """gpt-oss has a number for each head: with as many ranks as heads, the moments of a rank's share have the shape of

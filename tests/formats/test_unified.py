@@ -165,7 +165,7 @@ def test_hugging_face_names_and_orientation(tmp_path: Path) -> None:
     """To Hugging Face: names begin with model, fused projections apart, linear weights [out, in]; and back."""
     src, out, back = FIXTURES / "nlp_llamafused_bf16_tp2", tmp_path / "hf", tmp_path / "back"
     done = reshard(src, out, "--to", "hf", "--unfuse")
-    assert "master_weights, optimizer left out" in done.err
+    assert "master_weights, optimizer, LR_Scheduler left out" in done.err
     hf, paddle = read_folder(out, "*.safetensors"), held(src)
     at = "model.layers.1."
     fused = paddle["model/layers.1.mlp.gate_up_fused_proj.weight"]

@@ -224,7 +224,7 @@ def flex_wanted(model: Model, table: Table, grid: Grid) -> dict[str, Raw]:
     """The tensors as flex has them: what fuses gate and up lies there rank after rank."""
     out = whole(model, table)
     for name, form in table.items():
-        if isinstance(form, Turn) and isinstance(form.part, Join):
+        if isinstance(form.part if isinstance(form, Turn) else form, Join):  # a weight, or a bias
             out[name] = Raw(out[name].dtype, np.concatenate(list(_of_ranks(model, form, grid)), -1))
     return out
 
