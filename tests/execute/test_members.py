@@ -646,7 +646,8 @@ def test_asked_to_verify_when_another_part_completes_it(
     assert seen == [dst]
     assert [r.verified for r in results] == [True] * (not wrong)
     assert ["it stays" in str(e) for e in errors] == [True] * wrong
-    assert not dst.with_name("dst.partial").exists()
+    # Two that leave at the same moment may each take the other for the last one: records stay, and no outputs.
+    assert not [*dst.parent.glob("dst.partial/output*")]
 
 
 def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> None:

@@ -208,10 +208,12 @@ class Meeting:
         return claim
 
     def ask_verify(self) -> bool:
-        """Ask whoever completes DST to verify it. Returns whether that one will know: who has begun to has looked."""
+        """Ask the part that completes DST to verify it. False if that part has begun already, and no longer looks."""
         self.folder.put_new(VERIFY, b"")
-        name = self.output()
-        return name == _OUTPUT or not (name or self.is_committed())
+        # One look: all of it may be removed at any time, this request before the record of DST.
+        names = self.fresh_names()
+        begun = COMMITTING in names or any(n.startswith(f"{_OUTPUT}-") for n in names)
+        return VERIFY in names and (_OUTPUT in names or not begun)
 
     # -- what there is
 
@@ -419,7 +421,7 @@ class MemberDestination(_Shared):
         self.edges: Callable[[], Sequence[Edge]] = list
         """What it has kept instead since this was last called."""
         self.verify_is_known = False
-        """Whoever completes DST knows that this part was asked to verify it."""
+        """The part that completes DST knows that this one was asked to verify it."""
         self._plan: Plan
         self._tasks: Sequence[Task] = ()
         self._shares: list[list[int]] = []

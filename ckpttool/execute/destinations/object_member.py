@@ -84,7 +84,7 @@ class ObjectMember(ObjectDestination):
         self.wrong = False
         """The input is: nothing that there is can be of use."""
         self.verify_is_known = False
-        """Whoever completes DST knows that this part was asked to verify it."""
+        """The part that completes DST knows that this one was asked to verify it."""
         self._digest = ""
         self._branch: ObjectBranch | None = None
         self._part = Marker(store, self._part_key(member.number), self._text)

@@ -160,8 +160,8 @@ class ApartFleet:
         try:
             socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
         except OSError as e:
-            what = f"the head node of the cluster is gone: nobody answers at {head} ({e.strerror or e})"
-            hint = "start the cluster again, or leave --on away"
+            what = f"the head node of the cluster is gone: no answer from {head} ({e.strerror or e})"
+            hint = "start the cluster again, or omit --on"
         else:
             what = f"this machine has lost its connection to the cluster of {head}"
             hint = "`ray status` shows which nodes are left; let this machine join again, or use another one"
