@@ -138,7 +138,7 @@ class _Match:
         self.adapter = adapter
         self.base = base
         self.said = in_out
-        """As ``in_out`` of ``adapt``."""
+        """``in_out``, as ``adapt`` got it."""
         self.as_trained = as_trained
         self.in_out: Callable[[str], bool] = lambda n: adapter.in_out if in_out is None else bool(in_out(n))
         self.kv_heads = kv_heads

@@ -66,7 +66,7 @@ def silence(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Print an answer that decides the exit code, too: it does so also where nobody reads to the end (`| head`)."""
+    """Print an answer that decides the exit code, too: the code stays where the reader stops early (`| head`)."""
     try:
         yield
         sys.stdout.flush()

@@ -222,7 +222,7 @@ class Partitions(ABC):
         return said
 
     def _steps(self, _: Place, rank: Rank) -> list[float | None]:
-        """Of each unit what a rank says."""
+        """What a rank says of each unit."""
         state, groups = self._inner(rank)
         out: list[float | None] = []
         for unit in self.units:
