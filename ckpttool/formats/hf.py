@@ -382,7 +382,7 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
 
 
 def _refuse_copies(listing: Listing, index: Mapping[str, str], held: Collection[str]) -> None:
-    """Choose among shards that hold the same tensors. Raises ConflictError where no shard has what one of them should hold."""
+    """Raises ConflictError where shards hold the same tensors and no shard has what one of them should hold."""
     meant: dict[str, list[str]] = {}
     for name, file in index.items():
         meant.setdefault(file, []).append(name)
