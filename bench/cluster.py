@@ -139,11 +139,11 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 def deliver(spec: dict[str, Any]) -> dict[str, Any]:
     """Send a large plan to all nodes of a cluster, as often as asked."""
     from ckpttool.checkpoint import OpenOptions
+    from ckpttool.core.plan import Plan
     from ckpttool.execute.fleets import fleet_for
     from ckpttool.execute.machines.node import NodeJob
     from ckpttool.execute.schedule import large_units, schedule
     from ckpttool.ops.reshard import prepare
-    from ckpttool.plan import Plan
     from ckpttool.targeting.target import Target
 
     def job(plan: Plan) -> NodeJob:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import Catalog
+from ckpttool.core.catalog import Catalog
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, dialect
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
@@ -20,8 +22,7 @@ from ckpttool.layout.components import catalog_of, family_of
 from ckpttool.layout.family import Family
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Transform
-from ckpttool.mesh import Mesh
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint"]
 

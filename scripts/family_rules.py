@@ -19,9 +19,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.layout.assemble import is_bias
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Size, local_boxes, parse_rule
-from ckpttool.mesh import Mesh
 from tests.peers.families import forward, plans
 from tests.peers.families.tiny import VOCAB, Architecture, random_weights, tiny_config
 

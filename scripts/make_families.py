@@ -34,11 +34,11 @@ import numpy as np  # noqa: E402 - transformers reads its environment when it is
 import transformers  # noqa: E402
 import yaml  # noqa: E402
 
+from ckpttool.core.mesh import Mesh  # noqa: E402
 from ckpttool.layout.family import Family, find_family, load_family  # noqa: E402
 from ckpttool.layout.files import FAMILIES  # noqa: E402
 from ckpttool.layout.partition import Partitioner  # noqa: E402
 from ckpttool.layout.rules import IndivisibleError, PartitionContext  # noqa: E402
-from ckpttool.mesh import Mesh  # noqa: E402
 from scripts.family_rules import PREDICTION, SIDE, Kind, Reading, Refused, builder, joined, lengths, read, walk  # noqa: E402
 from scripts.family_tensors import tensors_section  # noqa: E402
 from tests.peers.families import plans  # noqa: E402

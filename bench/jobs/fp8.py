@@ -12,7 +12,7 @@ import numpy as np
 from bench.measure import OURS, OUT, Job, Program, copy_of
 from bench.setting import PEERS, PYTHON, TOOL, Setting, differing, made
 from ckpttool.containers.safetensors import layout_file
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.dtypes import numpy_dtype
 
 SCRIPT = str(PEERS / "torch_fp8.py")
 SHAPE = (8192, 7168)

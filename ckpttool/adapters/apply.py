@@ -13,11 +13,11 @@ from typing import NamedTuple, NoReturn
 
 from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Change, Changes, Choice, Factors, Pair, Term, transposed
 from ckpttool.adapters.forms import in_files
-from ckpttool.catalog import LogicalTensor, whole_tensor
+from ckpttool.core.catalog import LogicalTensor, whole_tensor
+from ckpttool.core.patterns import nearest_hint
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.formats.base import ModelForm
-from ckpttool.relate import DerivedTensor, deinterleave, take
-from ckpttool.select import nearest_hint
+from ckpttool.planning.relate import DerivedTensor, deinterleave, take
 
 InOut = Callable[[str], bool | None]
 """Whether the base stores the weight of that name, of a linear layer, as [in, out]; None where no rule says it, which

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from ckpttool.catalog import Catalog
-from ckpttool.dtypes import CASTABLE
+from ckpttool.core.catalog import Catalog
+from ckpttool.core.dtypes import CASTABLE
+from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
-from ckpttool.relate import DerivedTensor, permute
-from ckpttool.storage.place import DataFile
+from ckpttool.planning.relate import DerivedTensor, permute
 
 Kind = Literal["linear", "embedding", "stacked"]
 ANOTHER_MODEL = "is this the model for which the adapter was trained?"

@@ -24,9 +24,9 @@ import numpy as np
 
 from ckpttool.adapters import peft
 from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Pair, both_sides, check_dtypes, positive, scaling
-from ckpttool.catalog import Catalog, LogicalTensor, whole_tensor
 from ckpttool.containers.safetensors import read_header
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.catalog import Catalog, LogicalTensor, whole_tensor
+from ckpttool.core.dtypes import numpy_dtype
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import open_file

@@ -13,7 +13,7 @@ from math import prod
 from ckpttool.adapters.base import Change, Changes, Term
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import ModelForm, Share
-from ckpttool.relate import take
+from ckpttool.planning.relate import take
 
 
 def in_files(changes: Changes, form: ModelForm, where: str) -> Changes:

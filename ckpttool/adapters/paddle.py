@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.adapters.base import Adapter, Factors, Kind, Pair, both_sides, check_dtypes, check_rank, number, scaling
-from ckpttool.catalog import Catalog, whole_tensor
+from ckpttool.core.catalog import Catalog, whole_tensor
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.relate import unstack
+from ckpttool.planning.relate import unstack
 
 CONFIG = "lora_config.json"
 STEM = "peft_model"

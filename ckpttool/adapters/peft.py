@@ -27,9 +27,9 @@ from ckpttool.adapters.base import (
     positive,
     scaling,
 )
-from ckpttool.catalog import Catalog
+from ckpttool.core.catalog import Catalog
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
-from ckpttool.relate import deinterleave, take
+from ckpttool.planning.relate import deinterleave, take
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from ckpttool.adapters import diffusers, paddle, peft
 from ckpttool.adapters.base import Adapter
-from ckpttool.catalog import Catalog, Key, LogicalTensor, whole_tensor
 from ckpttool.containers.index import NUMBERED
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, whole_tensor
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import AnyPlace, Place, parse_place, read_each
+from ckpttool.storage.place import parse_place, read_each
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
 """By the name of the config: what the names of the weight files begin with, and what makes sense of both."""

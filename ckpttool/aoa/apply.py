@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Never
 
 from ckpttool.aoa.statement import DTYPES, NOTHING, PLACEHOLDER, Cast, Statement, Var
+from ckpttool.core.patterns import nearest_hint
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.rules import Size
 from ckpttool.layout.scales import weight_of
-from ckpttool.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
-from ckpttool.select import nearest_hint
+from ckpttool.planning.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
 
 _NUMBER = r"\d+"
 _OTHER_TOWERS = re.compile(r"vis(ion|ual)|audio|image", re.IGNORECASE)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Never
 
 from ckpttool.aoa.invert import invert
 from ckpttool.aoa.statement import DTYPES, MACROS, NOTHING, PLACEHOLDER, Cast, Place, Statement, Var
+from ckpttool.core.files import Place as File
 from ckpttool.errors import CkptError, UnsupportedError, UsageError
-from ckpttool.storage.place import Place as File
 
 _TOKEN = re.compile(
     r"""(?P<arrow>->) | (?P<mark>[=:\[\],]) | (?P<number>\d+) | (?P<string>"[^"]*"|'[^']*')

@@ -10,11 +10,11 @@
 the commands that need no open checkpoint. Every expected failure is a ``CkptError``.
 """
 
+from ckpttool.answers.findings import CheckResult, Finding
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.commands import check, convert, diff, drop_keys, merge, size
 from ckpttool.api.plans import Conversion, Dropping, Merging, Plan, Resharding
 from ckpttool.api.results import Size, Written
-from ckpttool.findings import CheckResult, Finding
 from ckpttool.ops.inspect.diff import DiffResult
 
 __all__ = [

@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overl
 
 import numpy as np
 
+from ckpttool.answers.findings import CheckResult
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, some_ranks, whole
 from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import table
-from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.geometry import Box
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.patterns import matching, nearest_hint
+from ckpttool.core.words import one_of, short
 from ckpttool.errors import UsageError, not_installed
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.machines.each import machines
-from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
-from ckpttool.geometry import Box
-from ckpttool.mesh import Mesh
 from ckpttool.ops import drop_keys
 from ckpttool.ops.inspect.check import check as _check
 from ckpttool.ops.inspect.diff import DiffResult, Tolerance
@@ -34,13 +37,11 @@ from ckpttool.ops.inspect.identity import Identity, identify
 from ckpttool.ops.inspect.listing import Choice, list_tensors
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
-from ckpttool.select import matching, nearest_hint
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
-from ckpttool.words import one_of, short
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,16 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ckpttool.answers.findings import CheckResult
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, whole
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
+from ckpttool.core.files import AnyPlace
+from ckpttool.core.words import one_of, parse_count
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.machines.each import machines
-from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
 from ckpttool.ops.fp8_size.answer import Question, answer
@@ -26,11 +28,10 @@ from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
 from ckpttool.recipe.flags import asked
-from ckpttool.storage.place import AnyPlace, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.recode import Recoding, high
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
-from ckpttool.words import one_of, parse_count
 
 Source = AnyPlace | Checkpoint
 """Where a checkpoint lies (``hf://org/model`` is a place, too), what ``run`` has written, or one that is open."""

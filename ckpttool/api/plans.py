@@ -12,18 +12,19 @@ from pathlib import Path
 from ckpttool.api.arguments import member, nbytes, whole
 from ckpttool.api.results import Written
 from ckpttool.api.show import table
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.plan import Plan as Steps
+from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError
 from ckpttool.execute import NoProgress, Progress, RunOptions, RunResult
-from ckpttool.mesh import Mesh
 from ckpttool.ops import reshard as _reshard
 from ckpttool.ops.convert_json import convert as _convert
 from ckpttool.ops.drop_keys import PreparedDrop
 from ckpttool.ops.merge import PreparedMerge, check_measurable
 from ckpttool.ops.merge import execute as _merge
-from ckpttool.plan import Plan as Steps
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.build import Prepared
-from ckpttool.words import count, short
 
 LEAST_MEMORY = 4 << 20
 

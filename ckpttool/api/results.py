@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpttool.api.show import table
+from ckpttool.core.files import Place
+from ckpttool.core.words import count, ranges, short
 from ckpttool.ops.fp8_size.answer import SizeReport
-from ckpttool.storage.place import Place
-from ckpttool.words import count, ranges, short
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ckpttool.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckpttool.storage.place import Place
+    from ckpttool.core.files import Place
 
 _MEMORY = "64MiB"
 

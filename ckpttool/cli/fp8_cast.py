@@ -8,8 +8,8 @@ from typing import Annotated
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, value
 from ckpttool.cli.values import precision, sides
+from ckpttool.core.words import either
 from ckpttool.errors import UsageError
-from ckpttool.words import either
 
 
 @dataclass

@@ -11,8 +11,8 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.process import reader_may_leave
 from ckpttool.cli.values import sides
+from ckpttool.core.words import either, one_of, parse_count, parse_size
 from ckpttool.errors import UsageError
-from ckpttool.words import either, one_of, parse_count, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device

@@ -11,8 +11,8 @@ import typer
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.process import reader_may_leave
+from ckpttool.core.words import one_of
 from ckpttool.errors import UsageError
-from ckpttool.words import one_of
 
 
 @dataclass
@@ -92,7 +92,7 @@ def inspect(
     shown: options.OutputFlags,
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
-    from ckpttool.catalog import COMPONENTS
+    from ckpttool.core.catalog import COMPONENTS
     from ckpttool.ops.inspect.answer import InspectRequest
     from ckpttool.ops.inspect.answer import inspect as look
     from ckpttool.ops.inspect.listing import Choice

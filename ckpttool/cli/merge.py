@@ -12,8 +12,8 @@ import typer
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import argument, flag, value
 from ckpttool.cli.values import precision, recoding
+from ckpttool.core.words import one_of
 from ckpttool.errors import UsageError
-from ckpttool.words import one_of
 
 
 def _list_methods(asked: bool) -> None:

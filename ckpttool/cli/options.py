@@ -16,9 +16,9 @@ import typer
 
 from ckpttool.cli import choices
 from ckpttool.cli.values import numbers
+from ckpttool.core.words import either, one_of, parse_betas, parse_size
 from ckpttool.errors import UsageError
 from ckpttool.storage import access
-from ckpttool.words import either, one_of, parse_betas, parse_size
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress, RunOptions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import flag, number, value
 from ckpttool.cli.values import place, recoding
-from ckpttool.words import one_of
+from ckpttool.core.words import one_of
 
 if TYPE_CHECKING:
     from ckpttool.targeting.target import Target
@@ -40,7 +40,7 @@ class ReshardOptions(options.NewTargetOptions):
 
     def target(self) -> Target:
         """What they say together."""
-        from ckpttool.catalog import COMPONENTS
+        from ckpttool.core.catalog import COMPONENTS
 
         return replace(
             super().target(),

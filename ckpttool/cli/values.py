@@ -9,7 +9,7 @@ from ckpttool.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckpttool.storage.place import Place
+    from ckpttool.core.files import Place
     from ckpttool.targeting.recode import Recoding
 
 
@@ -30,15 +30,15 @@ def local(text: str | None) -> Path | None:
 
 def numbers(text: str, option: str, *, runs: bool = False) -> tuple[int, ...]:
     """Ranks, or layers of each stage: ``10,11,11``; with ``runs`` also ``0-3,7``."""
-    from ckpttool.mesh import MAX_WORLD
-    from ckpttool.words import parse_numbers
+    from ckpttool.core.mesh import MAX_WORLD
+    from ckpttool.core.words import parse_numbers
 
     return parse_numbers(text, option, MAX_WORLD, runs=runs)
 
 
 def sides(text: str, option: str) -> tuple[int, int] | None:
     """``128x128``; None where the option is not given."""
-    from ckpttool.words import parse_sides
+    from ckpttool.core.words import parse_sides
 
     return parse_sides(text, option) if text else None
 

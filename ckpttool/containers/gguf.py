@@ -14,9 +14,10 @@ import struct
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.encodings import Q8_BYTES, Q8_ELEMENTS
+from ckpttool.core.encodings import Q8_BYTES, Q8_ELEMENTS
+from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
+from ckpttool.storage.place import open_file, readable
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

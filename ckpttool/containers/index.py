@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.core.catalog import StoredTensor
 from ckpttool.storage.listing import INDEX, Listing
 
 NUMBERED = re.compile(r"(?P<stem>(?!rank-)[^/]+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors\Z")

@@ -23,8 +23,8 @@ from ckpttool.containers.pickle import (
     quoted,
 )
 from ckpttool.containers.safetensors import MAX_NAME
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, Place
 
 STRUCTURED = "StructuredToParameterName@@"
 CHUNKED = "UnpackBigParamInfor@@"

@@ -38,9 +38,10 @@ from math import prod
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.encodings import Encoding, Span, Text, latin1
+from ckpttool.core.encodings import Encoding, Span, Text, latin1
+from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, readable
+from ckpttool.storage.place import open_file, readable
 
 MAX_VALUES = 1 << 26
 """Values in containers, remembered values and stack entries, each: metadata of a million shards has 45 million."""
@@ -73,7 +74,7 @@ class Array(NamedTuple):
     """A numpy array in a pickle: where its bytes lie."""
 
     dtype: str
-    """Name as in ckpttool.dtypes of what is stored: Paddle's bfloat16 is "U16" and its FP8 "I8". complex128 is "C128",
+    """Name as in ``core.dtypes`` of what is stored: Paddle's bfloat16 is "U16" and its FP8 "I8". complex128 is "C128",
     which that table does not have, so that a caller can refuse it by the tensor's name."""
     shape: tuple[int, ...]
     offset: int

@@ -25,7 +25,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
-from ckpttool.storage.place import Place
+from ckpttool.core.files import Place
 
 UNKNOWN = "?"
 """A global whose name is worked out while the pickle runs."""
@@ -122,7 +122,7 @@ _FULL = 0xFFFFFFFF
 
 
 class Named(NamedTuple):
-    """A global that a file's pickles name; ``ckpttool.findings.Import`` says what the fields are."""
+    """A global that a file's pickles name; ``ckpttool.answers.findings.Import`` says what the fields are."""
 
     name: str
     member: str

@@ -26,7 +26,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
 from ckpttool.errors import UnsupportedError
 
 _CODES = {

@@ -6,10 +6,10 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
-from ckpttool.encodings import Encoding, Given
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.encodings import Encoding, Given
+from ckpttool.core.files import DataFile
 from ckpttool.errors import CorruptError
-from ckpttool.storage.place import DataFile
 
 _MOST_STEPS = 1 << 24
 """A float32 number counts no further."""

@@ -19,11 +19,12 @@ from json.encoder import encode_basestring
 from math import prod
 from typing import Any, NamedTuple, overload
 
-from ckpttool.catalog import StoredTensor
-from ckpttool.dtypes import DTYPES, ORDER, nbytes
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import DTYPES, ORDER, nbytes
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.identify import identify
-from ckpttool.storage.place import DataFile, Place, open_file
+from ckpttool.storage.place import open_file
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import MAX_AXES, NUMPY, Call, Global, Machine, Record, Vocabulary
 from ckpttool.containers.pickle_imports import is_dangerous
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.dtypes import DTYPES
 
 _CLASSES = {
     f"{name}Storage": dtype
@@ -57,7 +57,7 @@ class Storage(NamedTuple):
     """A run of elements."""
 
     dtype: str
-    """As in ckpttool.dtypes, "U8" for bytes of any type; the name of its class where the tool has no such type."""
+    """As in ckpttool.core.dtypes, "U8" for bytes of any type; the name of its class where the tool has no such type."""
     key: str
     elements: int
 

@@ -17,9 +17,9 @@ from ckpttool.containers.pickle import Global
 from ckpttool.containers.pickle_write import Call, Hole, Instance
 from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE
 from ckpttool.containers.torch_zip import ALIGNMENT, CENTRAL, END, END64, FULL, LOCAL, LOCATOR
-from ckpttool.dtypes import itemsize, nbytes
+from ckpttool.core.dtypes import itemsize, nbytes
+from ckpttool.core.geometry import contiguous_strides
 from ckpttool.errors import UnsupportedError
-from ckpttool.geometry import contiguous_strides
 
 _UTF8 = 0x800
 _MAX_INT = 255

@@ -19,13 +19,14 @@ from math import prod
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import interpret, opened, printable
 from ckpttool.containers.torch_pickle import OTHER_SIZES, Storage, Tensor, vocabulary
-from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import DTYPES, itemsize
+from ckpttool.core.files import DataFile, OpenFile, Place
+from ckpttool.core.geometry import contiguous_strides
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.geometry import contiguous_strides
-from ckpttool.storage.place import DataFile, OpenFile, Place, expect
+from ckpttool.storage.place import expect
 
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.core.catalog import RankTensor, StoredTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.layout.family import Family
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.statements import Transform
-from ckpttool.mesh import Mesh
 
 Shapes = Mapping[str, tuple[int, ...]]
 """By name."""

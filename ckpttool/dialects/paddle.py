@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.core.catalog import RankTensor, StoredTensor
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.dialects.paddle_whole import WholeTensors, hf_name, kept_whole
 from ckpttool.errors import ConflictError, LayoutError

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import SHAPE_FROM_RULES, StoredTensor
+from ckpttool.core.catalog import SHAPE_FROM_RULES, StoredTensor
+from ckpttool.core.patterns import compile_pattern, exactly
 from ckpttool.dialects.base import Shapes, Statements
 from ckpttool.errors import CkptError, ConflictError
 from ckpttool.layout.assemble import is_bias
@@ -16,7 +17,6 @@ from ckpttool.layout.names import expand, pattern_regex, split_numbers
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, Rule, Sizes, cut_axis, global_axis, size_name
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.layout.statements import Fuse, Rename, Transform, inverse
-from ckpttool.select import compile_pattern, exactly
 
 
 def keeps_whole(rule: Rule, sizes: Sizes, tp: int) -> bool:

@@ -1,9 +1,9 @@
 """Carry out a plan: bounded blocks, worker threads, a partial directory, a journal, one rename at the end."""
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Plan
 from ckpttool.execute import engine
 from ckpttool.execute.options import Advance, Checksum, NoProgress, PhasedProgress, Progress, RunOptions, RunResult
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place
 
 __all__ = ["Advance", "Checksum", "NoProgress", "PhasedProgress", "Progress", "RunOptions", "RunResult", "run"]
 

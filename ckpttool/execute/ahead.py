@@ -25,8 +25,8 @@ from operator import attrgetter
 
 import numpy as np
 
+from ckpttool.core.files import OpenFile, Remote
 from ckpttool.execute.files import Stopped, too_short
-from ckpttool.storage.place import OpenFile, Remote
 
 REQUEST = 16 << 20
 """Most bytes of a request: more would not make it cheaper."""

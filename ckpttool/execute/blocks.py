@@ -18,8 +18,8 @@ from math import prod
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize
-from ckpttool.encodings import Contents, Encoding
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.encodings import Contents, Encoding
 from ckpttool.execute import moves
 from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium, Stopped
 from ckpttool.execute.hashing import Sums

@@ -8,15 +8,15 @@ from math import prod
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize, lookup, numpy_dtype
-from ckpttool.encodings import Contents
+from ckpttool.core.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.core.encodings import Contents
+from ckpttool.core.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import span
 from ckpttool.execute.reader import GAPS, Bytes, blocks, read_strided
 from ckpttool.execute.remote import open_medium
 from ckpttool.kernels.cast import cast
-from ckpttool.plan import TIED_HINT, AssertEqual, AssertPadding, Block
 
 _BLOCK = 2 << 20
 

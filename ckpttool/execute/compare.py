@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, LogicalTensor, Piece, StoredTensor
-from ckpttool.dtypes import itemsize, lookup, numpy_dtype
-from ckpttool.encodings import Contents
+from ckpttool.core.catalog import Catalog, LogicalTensor, Piece, StoredTensor
+from ckpttool.core.dtypes import itemsize, lookup, numpy_dtype
+from ckpttool.core.encodings import Contents
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.plan import Block
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.permute import store
 from ckpttool.execute.reader import Reads, block_reads, blocks, read_block
-from ckpttool.geometry import Box, whole
-from ckpttool.plan import Block
-from ckpttool.relate import NONE, DerivedTensor
-from ckpttool.storage.place import DataFile
+from ckpttool.planning.relate import NONE, DerivedTensor
 
 BLOCK = 4 << 20
 """Bytes compared at a time."""

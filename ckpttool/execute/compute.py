@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.dtypes import numpy_dtype
+from ckpttool.core.plan import Compute, Operand, Scaled, Stored
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
@@ -24,7 +25,6 @@ from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, un
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Pass, Tensor
-from ckpttool.plan import Compute, Operand, Scaled, Stored
 
 if TYPE_CHECKING:
     from ckpttool.kernels.merge.measure import Measured

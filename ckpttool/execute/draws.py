@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from ckpttool.core.plan import Compute, Randomness
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws
-from ckpttool.plan import Compute, Randomness
 
 
 def tensor_draws(randomness: Randomness | None) -> Callable[[Compute], Draws]:

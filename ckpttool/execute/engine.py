@@ -29,6 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.plan import Plan
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Beginning, Destination
@@ -50,8 +52,7 @@ from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.remote import check_unchanged, open_medium
 from ckpttool.execute.schedule import Part, Task, schedule, sum_key
 from ckpttool.execute.workforce import TICK, Outlet, Watcher, Workforce
-from ckpttool.plan import Plan
-from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Answer, Fleet

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ckpttool.dtypes import itemsize, lookup, nbytes
+from ckpttool.core.dtypes import itemsize, lookup, nbytes
+from ckpttool.core.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
 from ckpttool.execute.compute import part_elements
 from ckpttool.execute.moves import Batch, Item, Move, RowBlock
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.strided import clip
-from ckpttool.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
 
 Extent = tuple[int, int, int]
 """(output, first byte, last + 1)."""

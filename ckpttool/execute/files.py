@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
-from ckpttool.encodings import Contents, Decoder, Encoding
+from ckpttool.core.encodings import Contents, Decoder, Encoding
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.storage import system
 

@@ -16,10 +16,10 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 
-from ckpttool.encodings import Contents, Encoding
+from ckpttool.core.encodings import Contents, Encoding
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Target
 from ckpttool.execute.reader import reading
-from ckpttool.plan import Target
-from ckpttool.storage.place import Place
 
 ALGORITHM = "xxh3_128"
 CRC32 = "crc32"

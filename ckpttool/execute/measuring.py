@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.dtypes import CASTABLE, itemsize
+from ckpttool.core.dtypes import CASTABLE, itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.plan import Block, Compute, Copy, Plan, Randomness, Stored
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.draws import tensor_draws
@@ -20,8 +22,7 @@ from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import Reads, in_turn, reading
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.kernels.merge.measure import Measured
-from ckpttool.plan import Block, Compute, Copy, Plan, Randomness, Stored
-from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

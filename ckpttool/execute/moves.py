@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import NamedTuple
 
-from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
+from ckpttool.core.dtypes import CASTABLE, itemsize, lookup, nbytes
+from ckpttool.core.plan import Copy, Fill, joined, merged_axes
 from ckpttool.errors import UnsupportedError
-from ckpttool.plan import Copy, Fill, joined, merged_axes
 
 ZEROS = -1
 """Source number of a Fill."""

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import xxhash
 
-from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored, shape_of
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.permute import Array, store
@@ -24,7 +25,6 @@ from ckpttool.execute.strided import gather, is_turned
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.fp8 import FORMATS, decode, decode_scaled
 from ckpttool.kernels.portable import Factor
-from ckpttool.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored, shape_of
 
 _PRODUCT = 256 << 10
 """Elements of a product of adapter factors that is worked out in one go."""

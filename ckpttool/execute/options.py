@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ckpttool.storage.place import Place
+from ckpttool.core.files import Place
 from ckpttool.storage.system import cores
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.plan import Adapted, Operand, Quantize, Result, Stored, shape_of
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
@@ -26,7 +27,6 @@ from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
 from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
 from ckpttool.kernels.quantize import NotFiniteError, Rounder, ScaleError
-from ckpttool.plan import Adapted, Operand, Quantize, Result, Stored, shape_of
 
 PART = 8 << 20
 """Elements of a part, or as many as the least whole number of blocks has."""

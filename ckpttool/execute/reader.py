@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.encodings import TEXT_STEP, Contents, Encoding
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.encodings import TEXT_STEP, Contents, Encoding
+from ckpttool.core.files import Place
+from ckpttool.core.geometry import Box
+from ckpttool.core.plan import Block
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.files import Medium
 from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
 from ckpttool.execute.remote import AHEAD, open_medium
-from ckpttool.geometry import Box
-from ckpttool.plan import Block
-from ckpttool.storage.place import Place
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ReadAt = Callable[[int, memoryview], None]

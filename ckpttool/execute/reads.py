@@ -6,15 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
-from ckpttool.dtypes import itemsize, lookup, nbytes
-from ckpttool.encodings import Contents
-from ckpttool.execute.ahead import GAP
-from ckpttool.execute.blocks import Mover
-from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile
-from ckpttool.execute.reader import block_reads
-from ckpttool.execute.strided import is_turned
-from ckpttool.kernels.merge import METHODS
-from ckpttool.plan import (
+from ckpttool.core.dtypes import itemsize, lookup, nbytes
+from ckpttool.core.encodings import Contents
+from ckpttool.core.plan import (
     Adapted,
     AssertEqual,
     AssertPadding,
@@ -26,6 +20,12 @@ from ckpttool.plan import (
     Scaled,
     Stored,
 )
+from ckpttool.execute.ahead import GAP
+from ckpttool.execute.blocks import Mover
+from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile
+from ckpttool.execute.reader import block_reads
+from ckpttool.execute.strided import is_turned
+from ckpttool.kernels.merge import METHODS
 
 Range = tuple[int, int, int]
 """Source, first byte, end."""

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.encodings import Contents, Encoding
+from ckpttool.core.encodings import Contents, Encoding
+from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError
 from ckpttool.execute.ahead import CONNECTIONS, FarFile, ReadAhead
 from ckpttool.execute.files import FilePool, Medium, unreadable, write_error
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.storage.place import parse_place
 
 AHEAD = 32 << 20
 """Bytes of memory for reading ahead where nobody says how many."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, overload
 
-from ckpttool.dtypes import lookup
+from ckpttool.core.dtypes import lookup
+from ckpttool.core.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
 from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.moves import Item, RowBlock, TransposeTile, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
-from ckpttool.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
 
 _MIB = 1 << 20
 _LARGEST_PART = 64 * _MIB

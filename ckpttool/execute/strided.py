@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.plan import Block, Copy
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR, UNCACHED_FROM, span
 from ckpttool.execute.permute import Array, store
 from ckpttool.execute.reader import Bytes, offsets, read_block
 from ckpttool.kernels.cast import cast
-from ckpttool.plan import Block, Copy
 
 _BLOCK = 1 << 20
 """Bytes that are read in one go where they are not read to their place."""

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ckpttool.encodings import Contents
+from ckpttool.core.encodings import Contents
+from ckpttool.core.plan import Plan
 from ckpttool.execute.files import Medium
 from ckpttool.execute.moves import Item, arrange
 from ckpttool.execute.reads import Checking, Range, check_reads, item_reads, named, turned_reads
 from ckpttool.execute.schedule import Task, separate
-from ckpttool.plan import Plan
 
 
 class Turn:

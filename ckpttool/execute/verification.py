@@ -20,8 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.plan import Compute, Plan, Quantize, Randomness
+from ckpttool.core.words import count
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compare import Comparison, Difference, catalog_of, comparisons, joined
@@ -32,11 +35,9 @@ from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.reader import Reads, in_turn, reading
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.strided import compare
-from ckpttool.plan import Compute, Plan, Quantize, Randomness
-from ckpttool.relate import DerivedTensor
-from ckpttool.storage.place import DataFile, Place, parse_place
+from ckpttool.planning.relate import DerivedTensor
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.travel import SentFiles
-from ckpttool.words import count
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet

@@ -8,8 +8,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from ckpttool import plan
-from ckpttool.encodings import Blocks8, Encoding, Given, Moment, Span, Text
+from ckpttool.core import plan
+from ckpttool.core.encodings import Blocks8, Encoding, Given, Moment, Span, Text
 
 _CLASSES: dict[str, Any] = {name: c for name, c in vars(plan).items() if hasattr(c, "_fields")} | {
     c.__name__: c for c in (Blocks8, Encoding, Given, Moment, Span, Text)

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ckpttool.encodings import Contents
+from ckpttool.core.encodings import Contents
+from ckpttool.core.plan import Compute, Quantize, Randomness, Unit
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.crew import Answer, Order, Serve, help_out
@@ -35,7 +36,6 @@ from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.wire import decode, encode
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
-from ckpttool.plan import Compute, Quantize, Randomness, Unit
 from ckpttool.storage.access import QUERIES
 
 _MIB = 1 << 20

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from ckpttool.core.plan import Output, Plan
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
 from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
@@ -30,7 +31,6 @@ from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit
 from ckpttool.execute.upcoming import Turn, Upcoming
 from ckpttool.execute.worker import ComputeWorker, Job, edges, is_known, order, server
-from ckpttool.plan import Output, Plan
 
 _T = TypeVar("_T")
 

@@ -9,13 +9,14 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ckpttool.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.index import IndexRules
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
+from ckpttool.core.catalog import Catalog, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, Listing, is_index
-from ckpttool.storage.place import DataFile, Place, read_each
+from ckpttool.storage.place import read_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ class Capabilities(NamedTuple):
     optimizer_beside: bool = False
     """A file of torch's optimizer may lie beside the model, ``optimizer.pt``."""
     states: str = ""
-    """Whose names the states of optimizers have, ``torch`` or ``paddle`` (see ``ckpttool.states``); "" keeps them."""
+    """Whose names the states of optimizers have, ``torch`` or ``paddle`` (``core.optimizer_states``); "" keeps them."""
     own_files: str = ""
     """Pattern of names of weights that files of its own have, which may hold no tensors."""
     instead: str = ""

@@ -10,16 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.gguf import GgufFile, read_gguf
-from ckpttool.encodings import Blocks8, Encoding, Span
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.encodings import Blocks8, Encoding, Span
+from ckpttool.core.files import DataFile
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import config_fields, whole_number
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
-from ckpttool.words import some
 
 _SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.gguf")

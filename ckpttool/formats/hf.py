@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import Catalog, RankTensor, StoredTensor
 from ckpttool.containers import index as index_files
 from ckpttool.containers.safetensors import tensor_bytes
+from ckpttool.core.catalog import Catalog, RankTensor, StoredTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.config import auto_class
-from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import INDEX, Listing, is_index, list_source, lost
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats import base
-from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import load_json
 from ckpttool.storage.listing import WEIGHTS, Listing, is_index, linked_away
-from ckpttool.storage.place import Place, is_link
+from ckpttool.storage.place import is_link
 
 ROOT = "."
 """The name of a part that lies in the directory itself."""

@@ -23,7 +23,8 @@ from json.encoder import encode_basestring
 from math import lcm, prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import (
+from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import (
     COMPONENTS,
     Catalog,
     Key,
@@ -34,13 +35,13 @@ from ckpttool.catalog import (
     StoredTensor,
     logical_tensor,
 )
-from ckpttool.containers.safetensors import read_header
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import Box, uncovered, whole
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
-from ckpttool.geometry import Box, uncovered, whole
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place, read_each, walk
+from ckpttool.storage.place import read_each, walk
 
 _OURS = r"rank-(?P<rank>\d{5})-of-(?P<world>\d{5})\.safetensors"
 _COMMON = (

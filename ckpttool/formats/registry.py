@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.containers.index import set_of
+from ckpttool.core.files import Place
+from ckpttool.core.words import count, natural, some
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.base import OpenOptions, Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
@@ -34,9 +36,8 @@ from ckpttool.formats.torch import (
     read_beside,
 )
 from ckpttool.storage.identify import foreign
-from ckpttool.storage.listing import Listing, is_index, list_source, lost, natural
-from ckpttool.storage.place import Place, scan
-from ckpttool.words import count, some
+from ckpttool.storage.listing import Listing, is_index, list_source, lost
+from ckpttool.storage.place import scan
 
 _T = TypeVar("_T")
 

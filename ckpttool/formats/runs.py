@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.core.files import Place
+from ckpttool.core.words import natural
 from ckpttool.errors import UsageError
-from ckpttool.storage.listing import Listing, natural
-from ckpttool.storage.place import Place, is_link, open_file, scan
+from ckpttool.storage.listing import Listing
+from ckpttool.storage.place import is_link, open_file, scan
 
 _STEPS = tuple(
     re.compile(pattern, re.IGNORECASE)

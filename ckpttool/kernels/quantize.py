@@ -39,9 +39,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpttool.core.plan import Rounding
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.fp8 import Encoder, table
-from ckpttool.plan import Rounding
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

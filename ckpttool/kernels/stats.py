@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckpttool.dtypes import lookup, numpy_dtype
+from ckpttool.core.dtypes import lookup, numpy_dtype
 from ckpttool.errors import UnsupportedError
 from ckpttool.kernels.portable import dot, tree_sum
 

@@ -13,11 +13,23 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import SHAPE_FROM_RULES, Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
-from ckpttool.catalog import whole_tensor as whole_logical
+from ckpttool.core.catalog import (
+    SHAPE_FROM_RULES,
+    Catalog,
+    Key,
+    LogicalTensor,
+    Pad,
+    Piece,
+    StoredTensor,
+    logical_tensor,
+)
+from ckpttool.core.catalog import whole_tensor as whole_logical
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, uncovered, whole
+from ckpttool.core.mesh import Coords, share
+from ckpttool.core.optimizer_states import SCALARS
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
-from ckpttool.geometry import Box, uncovered, whole
 from ckpttool.layout.family import Family, Placement
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import find_packing
@@ -33,9 +45,6 @@ from ckpttool.layout.rules import (
 )
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.layout.statements import Transform
-from ckpttool.mesh import Coords, share
-from ckpttool.states import SCALARS
-from ckpttool.storage.place import DataFile
 
 LAYER = re.compile(r"(?<![^.])(?:layers?|h|blocks?|blk)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""

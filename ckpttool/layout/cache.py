@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpttool.dtypes import DTYPES, nbytes
+from ckpttool.core.dtypes import DTYPES, nbytes
+from ckpttool.core.words import count
 from ckpttool.errors import ConflictError, LayoutError, UnsupportedError
 from ckpttool.layout.expressions import Refused, Value
 from ckpttool.layout.family import Family
 from ckpttool.layout.shapes import config_dtype
 from ckpttool.layout.sizes import HINT, Default, DefaultSpec, Scope, shown
 from ckpttool.layout.spec import CacheSpec
-from ckpttool.words import count
 
 UNKNOWN = "unknown"
 """What ``kinds`` comes to where the config does not tell."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.containers.safetensors import MAX_NAME
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.layout.assemble import EXPERT, LAYER, Assembler, whole_catalog
@@ -13,7 +14,6 @@ from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.shards import join_shards
 from ckpttool.layout.statements import Transform
-from ckpttool.mesh import Mesh
 
 FoundWhole = Callable[[Family, PartitionContext, Mapping[str, tuple[int, ...]], list[StoredTensor]], tuple[str, ...]]
 """Patterns of the tensors that are whole on every rank, of a save that does not record what is cut: given the rules,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from ckpttool.core.patterns import compile_pattern
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.config import quantization, ties_head
 from ckpttool.layout.files import builtin, completed, find_file, read_builtin, read_own
@@ -65,7 +66,6 @@ from ckpttool.layout.statements import (
     matches,
     renamed,
 )
-from ckpttool.select import compile_pattern
 
 _T = TypeVar("_T")
 Shapes = Mapping[str, tuple[int, ...]]

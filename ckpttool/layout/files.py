@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ckpttool.core.words import either
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.classes import causal_classes
-from ckpttool.words import either
 
 FAMILIES = Path(__file__).with_name("families")
 HEAD = ("family", "about", "model_types", "architectures")

@@ -8,18 +8,18 @@ from itertools import islice
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
-from ckpttool.catalog import RankTensor, RankTensors
+from ckpttool.core.catalog import RankTensor, RankTensors
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Coords, share
+from ckpttool.core.words import either
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
-from ckpttool.geometry import Box, whole
 from ckpttool.layout.assemble import LAYER, cannot_cut, is_bias, no_rule, overridden, pad_boxes, shift_layer
 from ckpttool.layout.family import Family, Placement
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Rule, local_boxes
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, weight_of
 from ckpttool.layout.statements import Transform
-from ckpttool.mesh import Coords, share
-from ckpttool.words import either
 
 
 class Whole(Protocol):

@@ -32,9 +32,9 @@ from itertools import product
 from math import gcd, lcm
 from typing import NamedTuple
 
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Coords, Mesh, share
 from ckpttool.errors import LayoutError
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Coords, Mesh, share
 
 VERBS = ("replicate", "column", "row", "vocab", "fused")
 

@@ -27,7 +27,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ckpttool.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.dtypes import CASTABLE, DTYPES, parse
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.layout.classes import other_head
 from ckpttool.layout.expressions import Refused, Value

@@ -14,10 +14,20 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple, NoReturn
 
-from ckpttool.catalog import SHARDED, Catalog, FlatShard, FlatShards, LogicalTensor, Pad, Piece, Pieces, StoredTensor
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import (
+    SHARDED,
+    Catalog,
+    FlatShard,
+    FlatShards,
+    LogicalTensor,
+    Pad,
+    Piece,
+    Pieces,
+    StoredTensor,
+)
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.geometry import Box, from_flat, whole
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.geometry import Box, from_flat, whole
 
 Blocks = list[tuple[StoredTensor, Box]]
 """(a run of bytes with the shape of its box, the box in the rank's tensor)."""

@@ -15,15 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.words import count, short
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.execute import probes
 from ckpttool.execute.files import descriptor_limit
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.system import cores
 from ckpttool.version import __version__
-from ckpttool.words import count, short
 
 OK, SLOW, MISSING, WRONG = "ok", "slow", "missing", "wrong"
 """Works; works with more time or room; is not there, and some things need it; no run can work."""

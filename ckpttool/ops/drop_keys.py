@@ -11,20 +11,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, Key, RankTensor, in_order, is_derived, whole_tensor
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint, refuse_empty
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import Catalog, Key, RankTensor, in_order, is_derived, whole_tensor
+from ckpttool.core.files import AnyPlace, source_files
+from ckpttool.core.geometry import whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import count
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
 from ckpttool.formats.parts import Parts, parts_of
 from ckpttool.formats.registry import reader
-from ckpttool.geometry import whole
-from ckpttool.mesh import Mesh
-from ckpttool.planner import build_plan
-from ckpttool.relate import DerivedTensor, TensorTable, identity, parameters
+from ckpttool.planning.planner import build_plan
+from ckpttool.planning.relate import DerivedTensor, TensorTable, identity, parameters
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
-from ckpttool.storage.place import AnyPlace, source_files
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.parts import Several, in_part, part_target
@@ -32,7 +33,6 @@ from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import Selection, left_out, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
-from ckpttool.words import count
 
 
 class DroppedTensor(NamedTuple):

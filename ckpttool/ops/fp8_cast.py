@@ -6,7 +6,7 @@ What it writes has the bytes that ``fp8-size`` foretells with the same options: 
 from __future__ import annotations
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
-from ckpttool.storage.place import AnyPlace
+from ckpttool.core.files import AnyPlace
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.core.files import AnyPlace, Place
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.verification import Verification
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.build import Prepared
 from ckpttool.targeting.parts import plan_parts
 from ckpttool.targeting.recode import Recoding

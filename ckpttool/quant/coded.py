@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.dtypes import CASTABLE, lookup
+from ckpttool.core.dtypes import CASTABLE, lookup
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.config import quantization
 from ckpttool.formats.paddle import fp8_dtype

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckpttool.dtypes import CASTABLE
+from ckpttool.core.dtypes import CASTABLE
+from ckpttool.core.patterns import bounded, compile_pattern, pattern_hint
 from ckpttool.errors import UsageError
 from ckpttool.layout.names import split_numbers
 from ckpttool.quant.scheme import Form, Scheme, forms
-from ckpttool.select import bounded, compile_pattern, pattern_hint
 
 _END = r"(?:\.#)*(?:\.weight)?$"
 

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpttool.dtypes import parse
+from ckpttool.core.dtypes import parse
+from ckpttool.core.plan import Rounding
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
-from ckpttool.plan import Rounding
 
 RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
 """What quantises."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.dtypes import parse
+from ckpttool.core.dtypes import parse
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from ckpttool.core.files import Place
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
-from ckpttool.storage.place import Place
 
 BYTES = 1 << 20
 VALUES = 100_000

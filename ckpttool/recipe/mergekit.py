@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpttool.core.files import Place
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import Words, check, dtype_named, merged, method_named, settings
 from ckpttool.recipe.document import Problems, Value, from_yaml, home, nearest, read_text
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, Slice, Source, TokenizerRecipe, TokenRule, reference
-from ckpttool.storage.place import Place, scheme_of
+from ckpttool.storage.place import scheme_of
 
 TOP = (
     "merge_method",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpttool.core.files import Place
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
 from ckpttool.recipe.document import Problems, Value, from_json, home, read_text
 from ckpttool.recipe.model import Kind, ModelRef, Recipe, Scalar, Setting, Slice, Source, reference
-from ckpttool.storage.place import Place
 
 METHODS = ("linear", "slerp", "ties", "della", "della_linear", "dare_linear", "dare_ties")
 """The values of merge_method; ours are called paddle_*."""

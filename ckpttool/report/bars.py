@@ -13,9 +13,9 @@ from importlib import import_module
 from math import exp
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import short
 from ckpttool.errors import plain
 from ckpttool.report.text import message
-from ckpttool.words import short
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

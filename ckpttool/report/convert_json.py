@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.files import Place
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
 from ckpttool.report.text import dump, message, pick
-from ckpttool.storage.place import Place
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.findings import CheckResult
+    from ckpttool.answers.findings import CheckResult
+    from ckpttool.core.files import Place
     from ckpttool.formats.paddle import Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Conversion, Converted
     from ckpttool.ops.convert_json.header import HeaderResult
     from ckpttool.ops.convert_json.index import IndexResult
-    from ckpttool.storage.place import Place
 
 SCHEMA = "ckpttool.convert/1"
 CHECK_SCHEMA = "ckpttool.program-check/1"

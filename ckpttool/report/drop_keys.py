@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, show_written, target_of
 from ckpttool.report.tables import table
 from ckpttool.report.text import dump, message, pick
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from ckpttool.answers.findings import ERROR, INFO, WARNING
+from ckpttool.core.words import count, one_of
 from ckpttool.errors import UsageError, plain
-from ckpttool.findings import ERROR, INFO, WARNING
 from ckpttool.report.files import refuse_others, save
 from ckpttool.report.text import write
 from ckpttool.version import __version__
-from ckpttool.words import count, one_of
 
 if TYPE_CHECKING:
-    from ckpttool.findings import CheckResult, Finding
+    from ckpttool.answers.findings import CheckResult, Finding
 
 _BYTES = re.compile(r" \[bytes [^;]*")
 """Where a tensor lies in a file."""

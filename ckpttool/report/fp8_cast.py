@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, held, plan_files, show_written, target_of
 from ckpttool.report.text import dump, message
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.meters import bar
 from ckpttool.report.tables import fit, wrapped
 from ckpttool.report.text import aligned, dump, pick, ranks, shape
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.convert_json import counted, program_json, program_lines
@@ -18,10 +19,9 @@ from ckpttool.report.tables import fit, table, width
 from ckpttool.report.text import aligned, columns_of, dump, pick, shape, size
 from ckpttool.storage.place import resolved
 from ckpttool.storage.system import beside
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
-    from ckpttool.findings import CheckResult, Import, ImportsResult
+    from ckpttool.answers.findings import CheckResult, Import, ImportsResult
     from ckpttool.ops.inspect.answer import Suggested, TensorStats, Totalled, View
     from ckpttool.ops.inspect.diff import Changed, DiffResult
     from ckpttool.ops.inspect.holdings import Layout
@@ -46,7 +46,7 @@ def show_inspect(
     findings: Sequence[tuple[str, Path | None]] = (),
 ) -> None:
     """Print what ``ops.inspect`` answered; ``quiet`` leaves notes out, ``findings`` are other forms of a check's."""
-    from ckpttool.findings import CheckResult, ImportsResult
+    from ckpttool.answers.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.answer import (
         LayoutView,
         Suggested,
@@ -644,7 +644,7 @@ def _how(result: DiffResult, values: str = "every element") -> str:
 
 def _folded_table(kinds: Sequence[tuple[str, str, str]], changed: Sequence[Changed]) -> None:
     """Names that differ only in numbers on one line, with the largest relative difference and the smallest cosine."""
-    from ckpttool.names import fold
+    from ckpttool.core.tensor_names import fold
 
     rows: list[tuple[str | int, ...]] = []
     alike: dict[tuple[str, str], list[str]] = {}

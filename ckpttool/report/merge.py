@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import OutputError, plain
 from ckpttool.report import text
 from ckpttool.report.reshard import files_of, held, peak_memory, plan_files, ranked, show_written, target_of
 from ckpttool.report.tables import table
 from ckpttool.report.text import dump, message, pick
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
+    from ckpttool.core.files import AnyPlace
     from ckpttool.execute import RunOptions
     from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
     from ckpttool.ops.merge.origins import Group
-    from ckpttool.storage.place import AnyPlace
 
 PLAN_SCHEMA = "ckpttool.merge-plan/1"
 MERGE_SCHEMA = "ckpttool.merge/1"
@@ -92,7 +92,7 @@ def _groups(prepared: PreparedMerge) -> list[Group]:
 
 
 def _group(group: Group) -> dict[str, Any]:
-    from ckpttool.names import fold
+    from ckpttool.core.tensor_names import fold
 
     return {
         **pick(group, "method base=base elements bytes=nbytes"),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpttool.dtypes import nbytes
-from ckpttool.layers import Layers, by_layer
-from ckpttool.names import printable
+from ckpttool.answers.by_layer import Layers, by_layer
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.tensor_names import printable
+from ckpttool.core.words import count, short
 from ckpttool.ops.merge.card import HEADS, recipe_text
 from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
 from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
@@ -27,7 +28,6 @@ from ckpttool.report.page.document import (
     Table,
     TableColumn,
 )
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.merge import MergeResult

@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
 from ckpttool.report.text import dump, message, pick
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
+    from ckpttool.core.mesh import Mesh
+    from ckpttool.core.plan import Output, Plan
     from ckpttool.execute import RunOptions
-    from ckpttool.mesh import Mesh
     from ckpttool.ops.merge import MergeResult
     from ckpttool.ops.reshard import ReshardResult
-    from ckpttool.plan import Output, Plan
     from ckpttool.targeting.build import Prepared
 
 PLAN_SCHEMA = "ckpttool.plan/1"

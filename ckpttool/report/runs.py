@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
 from ckpttool.report.text import dump, pick
-from ckpttool.words import count, short
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.runs import Row, RunListing

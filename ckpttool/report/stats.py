@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckpttool.answers.by_layer import by_layer
+from ckpttool.answers.by_layer import norm as norms
+from ckpttool.core.tensor_names import fold
+from ckpttool.core.words import count
 from ckpttool.errors import plain
-from ckpttool.layers import by_layer
-from ckpttool.layers import norm as norms
-from ckpttool.names import fold
 from ckpttool.report import text
 from ckpttool.report.meters import spark
 from ckpttool.report.tables import table
-from ckpttool.words import count
 
 if TYPE_CHECKING:
     from ckpttool.kernels.stats import Stats

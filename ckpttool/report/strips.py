@@ -15,9 +15,9 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.words import count, ranges
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, Ranks, Which
-from ckpttool.words import count, ranges
 
 T = TypeVar("T")
 

@@ -11,11 +11,12 @@ from math import hypot, isfinite, prod, sqrt
 from pathlib import Path
 from typing import Any, cast
 
+from ckpttool.answers.by_layer import Join, Layers, by_layer, largest, norm, share, smallest
+from ckpttool.answers.findings import ERROR, INFO, WARNING
+from ckpttool.core.tensor_names import natural_order
+from ckpttool.core.words import count, short
 from ckpttool.errors import CkptError, OutputError, plain
-from ckpttool.findings import ERROR, INFO, WARNING
 from ckpttool.kernels.stats import Stats
-from ckpttool.layers import Join, Layers, by_layer, largest, norm, share, smallest
-from ckpttool.names import natural_order
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.inspect.drift import Drift
 from ckpttool.ops.inspect.identity import identify
@@ -29,7 +30,6 @@ from ckpttool.report.page import BEGINS, render
 from ckpttool.report.page.document import Column, Document, Section, Tensors
 from ckpttool.report.svg import figures
 from ckpttool.storage.place import resolved
-from ckpttool.words import count, short
 
 SERIES = 8
 """Most lines of one chart: the modules with most bytes."""

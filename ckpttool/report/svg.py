@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
+from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Holding, Layout, Ranks
 from ckpttool.report.strips import (
@@ -28,7 +29,6 @@ from ckpttool.report.strips import (
 )
 from ckpttool.report.tables import middle
 from ckpttool.report.text import ranks, shape
-from ckpttool.words import count, short
 
 PAGE = 1040
 TALL = 1470

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ckpttool.core.words import ranges, short
 from ckpttool.errors import UNSEEN, plain, unprinted
 from ckpttool.report.style import painted
-from ckpttool.words import ranges, short
 
 if TYPE_CHECKING:
+    from ckpttool.core.plan import Plan
     from ckpttool.execute import RunOptions, RunResult
-    from ckpttool.plan import Plan
 
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 _LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")

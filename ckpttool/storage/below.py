@@ -12,8 +12,10 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index, natural
-from ckpttool.storage.place import DataFile, Place, is_link, name_below, scan
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.words import natural
+from ckpttool.storage.listing import COMPANION_LIMIT, WEIGHTS, content, homes_of, is_index
+from ckpttool.storage.place import is_link, name_below, scan
 
 DEPTH = 4
 """Directories below each other, at most."""

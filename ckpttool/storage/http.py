@@ -27,6 +27,7 @@ from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
+from ckpttool.core.words import count
 from ckpttool.storage import access
 from ckpttool.storage.network import (
     GRACE_SECONDS,
@@ -40,7 +41,6 @@ from ckpttool.storage.network import (
     split,
 )
 from ckpttool.version import __version__
-from ckpttool.words import count
 
 __all__ = [
     "REDIRECTS",

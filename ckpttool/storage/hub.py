@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
+from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import UsageError
 from ckpttool.storage.hub_access import endpoint, origin
 from ckpttool.storage.hub_cache import Listed
 from ckpttool.storage.hub_files import ONES_OWN, Ranges, Revision, Whole, forget
 from ckpttool.storage.hub_files import revision as find_revision
 from ckpttool.storage.network import is_signed
-from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import OnDisk, stream
 
 SCHEME = "hf"

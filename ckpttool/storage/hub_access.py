@@ -8,10 +8,10 @@ from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from ckpttool.core.words import some
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage.access import anonymous, check_secret, offline
 from ckpttool.storage.http import Answer, HttpError, client, shown
-from ckpttool.words import some
 
 _LOGIN = "`hf auth login`, or HF_TOKEN"
 

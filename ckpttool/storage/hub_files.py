@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, quote, urljoin
 
+from ckpttool.core.files import DataFile
+from ckpttool.core.words import some
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.storage.http import Answer, ChangedError, HttpError, RefusedRedirectError, client, shown
 from ckpttool.storage.hub_access import Asked, cache_home, endpoint, headers, is_offline, origin, refused, stranger
 from ckpttool.storage.hub_cache import COMMIT, Cache, Listed, Tree, checked, listed
-from ckpttool.storage.place import DataFile
 from ckpttool.storage.stream import in_memory
-from ckpttool.words import some
 
 if TYPE_CHECKING:
     from mmap import mmap

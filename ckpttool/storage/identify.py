@@ -13,8 +13,9 @@ import shlex
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from ckpttool.storage.place import Place, open_file, readable
-from ckpttool.words import some
+from ckpttool.core.files import Place
+from ckpttool.core.words import some
+from ckpttool.storage.place import open_file, readable
 
 
 class KnownUnsupported(NamedTuple):

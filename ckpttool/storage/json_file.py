@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from ckpttool.storage.place import DataFile, Place
+from ckpttool.core.files import DataFile, Place
 
 MAX_BYTES = 100_000_000
 """What a safetensors header may have, too: the index of a million tensors."""

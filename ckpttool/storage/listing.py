@@ -10,10 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ckpttool.core.files import Place
+from ckpttool.core.words import natural
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UsageError
 from ckpttool.storage.identify import identify, sniff
 from ckpttool.storage.json_file import TooLargeError, load_json
-from ckpttool.storage.place import Place, is_link, scan
+from ckpttool.storage.place import is_link, scan
 
 COMPANION_LIMIT = 64 << 20
 """Bytes; larger files beside a checkpoint that are not its tensors are left where they are, and said so."""
@@ -103,11 +105,6 @@ class Listing:
 def is_index(name: str) -> bool:
     """Whether a file says which tensor is in which other file."""
     return name.endswith(".index.json") or INDEX.match(name) is not None
-
-
-def natural(name: str) -> list[Any]:
-    """Sort key with numbers as numbers (strings and numbers alternate, so keys always compare)."""
-    return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
 
 
 def list_source(path: Place) -> Listing:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import ConflictError, CorruptError
 from ckpttool.storage.json_file import load_json
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place, is_same
+from ckpttool.storage.place import is_same
 
 _CHUNK = 1 << 20
 """Bytes that are compared at a time."""

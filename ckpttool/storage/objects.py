@@ -20,10 +20,10 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
+from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage.http import ChangedError, HttpError, RefusedRedirectError, client
 from ckpttool.storage.network import is_signed
-from ckpttool.storage.place import DataFile, OpenFile
 from ckpttool.storage.stream import in_memory, stream
 
 if TYPE_CHECKING:

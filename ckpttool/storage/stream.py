@@ -8,8 +8,9 @@ import os
 from io import DEFAULT_BUFFER_SIZE, BufferedReader, RawIOBase
 from typing import NamedTuple
 
+from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.storage import system
-from ckpttool.storage.place import DataFile, OpenFile, ahead
+from ckpttool.storage.place import ahead
 
 
 def stream(file: OpenFile, buffering: int = -1) -> BufferedReader:

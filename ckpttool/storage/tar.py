@@ -20,8 +20,9 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
 
+from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file, parse_place, readable, scheme_of
+from ckpttool.storage.place import open_file, parse_place, readable, scheme_of
 from ckpttool.storage.stream import OnDisk, in_memory, stream
 
 if TYPE_CHECKING:

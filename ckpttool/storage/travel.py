@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpttool.encodings import Encoding, Span
+from ckpttool.core.encodings import Encoding, Span
+from ckpttool.core.files import AnyPlace, DataFile
 from ckpttool.errors import UsageError
 from ckpttool.storage.access import QUERIES
-from ckpttool.storage.place import AnyPlace, DataFile, parse_place
+from ckpttool.storage.place import parse_place
 
 
 class SentFiles(tuple[DataFile, ...]):

@@ -22,13 +22,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
+from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.storage import hub
 from ckpttool.storage.access import QUERIES, anonymous
 from ckpttool.storage.http import Answer, ChangedError, HttpError, NoRangesError, RefusedRedirectError, client, shown
 from ckpttool.storage.json_file import parse_json
 from ckpttool.storage.network import split
-from ckpttool.storage.place import DataFile, OpenFile, read_all
+from ckpttool.storage.place import read_all
 from ckpttool.storage.stream import in_memory, stream
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CorruptError
-from ckpttool.storage.place import DataFile, Place, readable
+from ckpttool.storage.place import readable
 
 MAX_BYTES = 1 << 20
 

@@ -15,9 +15,12 @@ from math import prod
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dtypes import lookup
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
+from ckpttool.core.dtypes import lookup
+from ckpttool.core.patterns import compile_pattern
+from ckpttool.core.plan import Adapted, Operand, Scaled, Stored
+from ckpttool.core.words import count
 from ckpttool.errors import VerifyError
 from ckpttool.execute.checks import agree
 from ckpttool.execute.compare import compare_one, read_tensor, read_view
@@ -25,13 +28,10 @@ from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
 from ckpttool.layout.statements import Drop, DropCopies, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
-from ckpttool.plan import Adapted, Operand, Scaled, Stored
-from ckpttool.planner import Computed, Ties
+from ckpttool.planning.planner import Computed, Ties
+from ckpttool.planning.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.quant.coded import find_codes
-from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
-from ckpttool.select import compile_pattern
 from ckpttool.targeting.target import WEIGHTS
-from ckpttool.words import count
 
 
 @dataclass

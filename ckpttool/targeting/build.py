@@ -13,22 +13,23 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, RankTensor
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.catalog import Catalog, Key, RankTensor
+from ckpttool.core.dtypes import CASTABLE
+from ckpttool.core.files import Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import SCALARS, STEP
+from ckpttool.core.patterns import bounded, nearest_hint
+from ckpttool.core.plan import Plan
+from ckpttool.core.words import count
 from ckpttool.dialects import NamingContext
-from ckpttool.dtypes import CASTABLE
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Training, WriteRequest
 from ckpttool.layout.family import Family
 from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Rename, Transform
-from ckpttool.mesh import Mesh
-from ckpttool.plan import Plan
-from ckpttool.planner import Computed, build_plan
-from ckpttool.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
-from ckpttool.select import bounded, nearest_hint
-from ckpttool.states import SCALARS, STEP
-from ckpttool.storage.place import Place
+from ckpttool.planning.planner import Computed, build_plan
+from ckpttool.planning.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
 from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
@@ -42,7 +43,6 @@ from ckpttool.targeting.sidecars import beside, target_config
 from ckpttool.targeting.states import Translation, steps_of, translated
 from ckpttool.targeting.target import WEIGHTS, Goal, Target, castable, check_target
 from ckpttool.targeting.training import training_of
-from ckpttool.words import count
 
 
 @dataclass(slots=True)

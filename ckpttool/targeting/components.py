@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint, refuse_empty
+from ckpttool.core.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
+from ckpttool.core.geometry import whole
+from ckpttool.core.patterns import compile_pattern
+from ckpttool.core.words import either, some
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
-from ckpttool.geometry import whole
-from ckpttool.relate import DerivedTensor, EqualPair
-from ckpttool.select import compile_pattern
+from ckpttool.planning.relate import DerivedTensor, EqualPair
 from ckpttool.targeting.target import WEIGHTS, Target, castable
-from ckpttool.words import either, some
 
 Component = tuple[str, str]
 """Its name, and the state of an optimizer or ""."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckpttool.core.mesh import Mesh, default_etp
 from ckpttool.errors import UsageError
 from ckpttool.formats import registry
 from ckpttool.formats.base import StoredCheckpoint, Writer
-from ckpttool.mesh import Mesh, default_etp
 from ckpttool.targeting.target import Target
 
 

@@ -14,15 +14,16 @@ from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, LogicalTensor, StoredTensor
-from ckpttool.dtypes import itemsize, lookup
+from ckpttool.core.catalog import Catalog, LogicalTensor, StoredTensor
+from ckpttool.core.dtypes import itemsize, lookup
+from ckpttool.core.files import DataFile, source_files
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import count, some
 from ckpttool.errors import CkptError
 from ckpttool.execute.compare import tensor_reads
 from ckpttool.execute.remote import open_medium
-from ckpttool.states import STEP
-from ckpttool.storage.place import DataFile, is_here, open_file, readable, source_files
+from ckpttool.storage.place import is_here, open_file, readable
 from ckpttool.targeting.states import read_number
-from ckpttool.words import count, some
 
 _SAMPLES, _SAMPLE, _BLOCK = 4, 4096, 1 << 20
 

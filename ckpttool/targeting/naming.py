@@ -14,7 +14,7 @@ from ckpttool.formats.base import StoredCheckpoint, Writer
 from ckpttool.formats.config import quantization
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.statements import Fuse, Rename, Transpose, inverse
-from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms
+from ckpttool.planning.relate import DerivedTensor, TensorTable, apply_transforms
 from ckpttool.targeting.target import Target
 
 _MEMORY = "torch"

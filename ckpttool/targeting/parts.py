@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from ckpttool.checkpoint import Checkpoint, open_checkpoint
-from ckpttool.errors import ConflictError, UsageError
-from ckpttool.formats.base import file_now
-from ckpttool.formats.parts import ROOT, Part, Parts, parts_of
-from ckpttool.formats.registry import writer
-from ckpttool.mesh import Mesh
-from ckpttool.plan import (
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.patterns import exactly
+from ckpttool.core.plan import (
     Adapted,
     AssertEqual,
     AssertPadding,
@@ -36,16 +34,18 @@ from ckpttool.plan import (
     Unit,
     Units,
 )
-from ckpttool.relate import DerivedTensor, TensorTable, parameters
-from ckpttool.select import exactly
+from ckpttool.core.words import some
+from ckpttool.errors import ConflictError, UsageError
+from ckpttool.formats.base import file_now
+from ckpttool.formats.parts import ROOT, Part, Parts, parts_of
+from ckpttool.formats.registry import writer
+from ckpttool.planning.relate import DerivedTensor, TensorTable, parameters
 from ckpttool.storage.below import files_below
 from ckpttool.storage.listing import WEIGHTS, list_source
-from ckpttool.storage.place import DataFile, Place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.recode import Recoded, Recoding, is_quantised
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.target import Target
-from ckpttool.words import some
 
 
 def plan_parts(source: Checkpoint, target: Target, selection: Selection, recoding: Recoding | None = None) -> Prepared:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ckpttool.core.words import some
 from ckpttool.formats.config import LAYERS, PREDICTION, config_places, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.quant.config import with_fields
-from ckpttool.words import some
 
 _OWN = re.compile(r"(?<![^.])mtp(?:_\w+)?\.(?:layers\.)?(?P<number>\d{1,9})?")
 """Names of prediction layers that are numbered by themselves: ``mtp.layers.0``, ``model.mtp_block.0``."""

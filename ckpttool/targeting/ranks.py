@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from math import lcm
 
-from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dtypes import CASTABLE
+from ckpttool.core.catalog import RankTensor, RankTensors
+from ckpttool.core.dtypes import CASTABLE
+from ckpttool.core.geometry import Box
+from ckpttool.core.patterns import compile_pattern
 from ckpttool.errors import ConflictError
 from ckpttool.formats.base import TransposedOnDisk
 from ckpttool.formats.config import quantization
-from ckpttool.geometry import Box
 from ckpttool.layout.family import Family
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import is_beside, weight_of
 from ckpttool.layout.statements import Tie
-from ckpttool.relate import DerivedTensor, EqualPair, permute, propagate_to_component
-from ckpttool.select import compile_pattern
+from ckpttool.planning.relate import DerivedTensor, EqualPair, permute, propagate_to_component
 from ckpttool.targeting.components import Component, share_of
 from ckpttool.targeting.mesh import chosen_ranks
 from ckpttool.targeting.naming import Named

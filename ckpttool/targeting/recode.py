@@ -15,17 +15,20 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint, refuse_empty
-from ckpttool.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.core.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.geometry import contiguous_strides
+from ckpttool.core.patterns import matching
+from ckpttool.core.plan import Compute, Operand, Quantize, Result, Scaled
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats.config import QUANTIZATION, config_places
-from ckpttool.geometry import contiguous_strides
 from ckpttool.layout.names import pattern_regex
 from ckpttool.layout.scales import config_block
 from ckpttool.layout.statements import inverse
-from ckpttool.plan import Compute, Operand, Quantize, Result, Scaled
-from ckpttool.planner import Computed, Operands
+from ckpttool.planning.planner import Computed, Operands
+from ckpttool.planning.relate import DerivedTensor, apply_transforms, identity, permute
 from ckpttool.quant.coded import Coded, Codes, find_codes
 from ckpttool.quant.config import (
     DTYPE_FIELDS,
@@ -39,13 +42,10 @@ from ckpttool.quant.config import (
 )
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
-from ckpttool.relate import DerivedTensor, apply_transforms, identity, permute
-from ckpttool.select import matching
 from ckpttool.targeting.components import run_names
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import left_out
-from ckpttool.words import some
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpttool.core.patterns import matching
+from ckpttool.core.words import count
 from ckpttool.errors import UsageError
-from ckpttool.relate import TensorTable, keep
-from ckpttool.select import matching
-from ckpttool.words import count
+from ckpttool.planning.relate import TensorTable, keep
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.dtypes import DTYPES
+from ckpttool.core.files import DataFile
+from ckpttool.core.words import some
 from ckpttool.dialects import Dialect
-from ckpttool.dtypes import DTYPES
 from ckpttool.formats.base import FileLayout, file_now
 from ckpttool.quant.config import DTYPE_FIELDS, with_fields
 from ckpttool.storage.below import files_below
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import is_index
-from ckpttool.storage.place import DataFile
 from ckpttool.targeting.target import Goal
-from ckpttool.words import some
 
 PARALLEL_FIELDS = {
     "tp": (

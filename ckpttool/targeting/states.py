@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.encodings import Encoding, Given
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.encodings import Encoding, Given
+from ckpttool.core.files import DataFile
+from ckpttool.core.optimizer_states import BETA_POWERS, PADDLE, STEP, TORCH
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, VerifyError
 from ckpttool.execute.compare import tensor_reads
 from ckpttool.execute.files import Medium
 from ckpttool.execute.remote import open_medium
 from ckpttool.formats.base import Capabilities, Training
-from ckpttool.relate import DerivedTensor
-from ckpttool.states import BETA_POWERS, PADDLE, STEP, TORCH
-from ckpttool.storage.place import DataFile
+from ckpttool.planning.relate import DerivedTensor
 from ckpttool.targeting.target import Target
-from ckpttool.words import count, some
 
 Betas = tuple[float, float]
 """Of Adam: how fast its two averages forget."""

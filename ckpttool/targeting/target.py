@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.dtypes import CASTABLE, parse
+from ckpttool.core.files import Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, NamingContext, dialect
-from ckpttool.dtypes import CASTABLE, parse
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.layout.assemble import EXPERT
-from ckpttool.mesh import Mesh
-from ckpttool.storage.place import Place
 
 WEIGHTS = ("model", "adapter")
 """Components that --dtype casts; optimizers keep their own precision."""

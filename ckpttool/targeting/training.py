@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import ConflictError
 from ckpttool.formats.base import ParamGroup, Training
-from ckpttool.relate import TensorTable
+from ckpttool.planning.relate import TensorTable
 from ckpttool.targeting.states import Betas
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ckpttool.catalog import Catalog, Key, StoredTensor
 from ckpttool.checkpoint import OpenOptions, assemble
+from ckpttool.core.catalog import Catalog, Key, StoredTensor
+from ckpttool.core.files import Place
 from ckpttool.errors import VerifyError
 from ckpttool.execute.verification import Checks
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import read_source
-from ckpttool.relate import DerivedTensor
-from ckpttool.storage.place import Place
+from ckpttool.planning.relate import DerivedTensor
 from ckpttool.targeting.account import Account
 from ckpttool.targeting.build import Prepared
 

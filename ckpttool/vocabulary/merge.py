@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckpttool.core.plan import Gathered, Operand, Run
 from ckpttool.errors import ConflictError, UsageError
-from ckpttool.plan import Gathered, Operand, Run
 from ckpttool.vocabulary.read import Added, Vocabulary
 
 Ids = npt.NDArray[np.int64]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpttool.containers.protobuf import message_classes, parsed
+from ckpttool.core.files import AnyPlace, DataFile, Place
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.json_file import MAX_BYTES, TooLargeError, parse_json
 from ckpttool.storage.listing import leads_away, refuse_away
-from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, read_all
+from ckpttool.storage.place import parse_place, read_all
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -130,8 +130,8 @@ def test_families_are_those_that_are_built_in() -> None:
 
 
 def test_choices_are_those_of_the_code() -> None:
-    from ckpttool.catalog import COMPONENTS
-    from ckpttool.dtypes import CASTABLE, DTYPES
+    from ckpttool.core.catalog import COMPONENTS
+    from ckpttool.core.dtypes import CASTABLE, DTYPES
     from ckpttool.execute import fleets
     from ckpttool.formats.registry import READERS, WRITERS
     from ckpttool.kernels.merge import METHODS

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpttool import errors
+from ckpttool.answers.findings import CHECKPOINT, SEVERITY
 from ckpttool.cli import failure
 from ckpttool.errors import CkptError, LayoutError
-from ckpttool.findings import CHECKPOINT, SEVERITY
 from ckpttool.report.explained import CLASSES, PAGES, explain, page, plain_text
 from tests.helpers.command import ckpttool
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import ckpttool as api
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Plan
+from ckpttool.core.words import short
 from ckpttool.errors import UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult
 from ckpttool.execute.options import Member, Standing
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place
-from ckpttool.words import short
 from tests.helpers.command import ckpttool
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

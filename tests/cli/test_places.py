@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 
 import ckpttool as library
+from ckpttool.core.files import Remote
 from ckpttool.errors import UsageError
 from ckpttool.storage.access import ANONYMOUS, OFFLINE, anonymous, offline
-from ckpttool.storage.place import SCHEMES, Remote
+from ckpttool.storage.place import SCHEMES
 from tests.helpers.command import ckpttool
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.findings import PROGRAM
+from ckpttool.answers.findings import PROGRAM
 from ckpttool.formats.paddle.program import examine
 from tests.convert_json.accepted import CASES, RIGHTS, recorded
 

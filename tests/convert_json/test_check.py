@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpttool.answers.findings import PROGRAM, CheckResult
 from ckpttool.errors import CkptError, IncompleteError, OutputError, UnsupportedError, UsageError
-from ckpttool.findings import PROGRAM, CheckResult
 from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.ops.convert_json.check import check_program, repair
 from tests.convert_json.programs import Parameter, dumped, find, ops_of, parameter, program, records, usual, write

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.findings import CHECKPOINT, PROGRAM
+from ckpttool.answers.findings import CHECKPOINT, PROGRAM
 from ckpttool.formats.paddle.pir_patches import PATCHES
 from ckpttool.ops.convert_json.check import check_program
 from tests.convert_json import test_params, test_pdmodel, test_pir

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.answers.findings import ERROR, SEVERITY
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
-from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.ops.convert_json.index import NONE_NEEDED, RIGHT, WRITTEN, IndexResult, IndexState, rebuild, verify
 from tests.helpers.command import ckpttool
 from tests.helpers.paddle import write_file

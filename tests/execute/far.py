@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from unittest.mock import patch
 
-from ckpttool.storage.place import DataFile
+from ckpttool.core.files import DataFile
 from tests.helpers import memory
 from tests.helpers.memory import MemoryFile, MemoryPlace
 

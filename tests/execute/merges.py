@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.dtypes import numpy_dtype
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Stored, Target, Unit
 from ckpttool.execute import blocks
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.verification import Checks, Verification
-from ckpttool.plan import Block, Compute, Copy, Output, Plan, Stored, Target, Unit
-from ckpttool.storage.place import Place
 from tests.execute.plans import Array, source
 
 

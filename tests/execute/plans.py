@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.plan import Block, Copy, Output, Plan, Source, Target, Unit, merged_axes
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.plan import Block, Copy, Output, Plan, Source, Target, Unit, merged_axes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

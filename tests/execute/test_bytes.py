@@ -16,11 +16,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.dtypes import itemsize
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Target, Unit, merged_axes
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import RunOptions, blocks, files, moves, reader, run, schedule, workforce
 from ckpttool.execute.hashing import hash_range
-from ckpttool.plan import Block, Copy, Fill, Output, Plan, Target, Unit, merged_axes
 from tests.execute.plans import Store, expected, pattern, reshard, row_major, source, written
 
 

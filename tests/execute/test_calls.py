@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.core.files import DataFile
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets import calls
 from ckpttool.execute.fleets.base import Order
 from ckpttool.execute.machines.each import each, machines
 from ckpttool.execute.reader import Reads
-from ckpttool.storage.place import DataFile
 from tests.helpers.fleet import CALM, WILD, FakeFleet, Trouble
 
 

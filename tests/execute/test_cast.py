@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpttool.dtypes import CASTABLE, numpy_dtype
+from ckpttool.core.dtypes import CASTABLE, numpy_dtype
 from ckpttool.kernels import cast as module
 from ckpttool.kernels.cast import cast
 from tests.helpers.sample import some

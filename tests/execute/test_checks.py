@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import AssertEqual, AssertPadding, Block, Copy, Output, Plan, Unit
 from ckpttool.errors import CorruptError
 from ckpttool.execute import RunOptions, run, schedule
-from ckpttool.plan import AssertEqual, AssertPadding, Block, Copy, Output, Plan, Unit
 from tests.execute.plans import pattern, source
 
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Target, Unit
 from ckpttool.errors import AccessError
 from ckpttool.execute import RunOptions, compute, moves, quantize, run, schedule, workforce
 from ckpttool.execute.destinations import objects
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.workforce import CompletionQueue
-from ckpttool.plan import Block, Copy, Fill, Output, Plan, Target, Unit
 from ckpttool.storage.place import SCHEMES
 from tests.execute.merges import merge_plan
 from tests.execute.plans import expected

@@ -17,13 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import CorruptError, OutputError, VerifyError
-from ckpttool.execute import RunOptions, compute, crew, engine, run, strided, workforce
-from ckpttool.execute.operands import Buffer, reader
-from ckpttool.execute.options import unwatched
-from ckpttool.execute.schedule import operand_keys, schedule
-from ckpttool.execute.strided import clip
-from ckpttool.plan import (
+from ckpttool.core.plan import (
     Adapted,
     Block,
     Compute,
@@ -34,6 +28,12 @@ from ckpttool.plan import (
     Run,
     Scaled,
 )
+from ckpttool.errors import CorruptError, OutputError, VerifyError
+from ckpttool.execute import RunOptions, compute, crew, engine, run, strided, workforce
+from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.options import unwatched
+from ckpttool.execute.schedule import operand_keys, schedule
+from ckpttool.execute.strided import clip
 from tests.execute.merges import Files, merge_plan, working_out, written
 from tests.execute.plans import row_major
 

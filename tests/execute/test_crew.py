@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
+from ckpttool.core.plan import Run as RowBlock
 from ckpttool.errors import ConflictError, OutputError
 from ckpttool.execute import RunOptions, crew, run, workforce
 from ckpttool.execute.crew import Answer, ProcessPool, Serve
 from ckpttool.execute.wire import decode, encode
-from ckpttool.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
-from ckpttool.plan import Run as RowBlock
 from tests.execute.merges import merge_plan, written
 
 HELPERS = "tests.execute.helpers_of_crews"
@@ -191,7 +191,7 @@ OWN = """
     from pathlib import Path
     from ckpttool.execute import RunOptions, run
     from ckpttool.kernels.merge import METHODS
-    from ckpttool.plan import Unit
+    from ckpttool.core.plan import Unit
     from tests.execute.merges import merge_plan, written
 
     def mine(tensor):

@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import Advance, NoProgress, RunOptions, engine, files, run, schedule, workforce
 from ckpttool.execute.destinations import local
-from ckpttool.plan import Output, Plan
 from ckpttool.storage import system
-from ckpttool.storage.place import Place
 from tests.execute.plans import expected, reshard, written
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.core.files import DataFile
+from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.execute import NoProgress, RunOptions, run, schedule
 from ckpttool.execute.destinations import local
@@ -17,8 +19,6 @@ from ckpttool.execute.files import FilePool
 from ckpttool.execute.machines import fleetwork, shares
 from ckpttool.execute.machines.node import Node
 from ckpttool.ops import reshard
-from ckpttool.plan import Output, Plan
-from ckpttool.storage.place import DataFile
 from ckpttool.targeting.target import Target
 from tests.execute.merges import merge_plan
 from tests.helpers.fleet import CALM, WILD, FakeFleet, Trouble

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.plan import Plan
 from ckpttool.errors import OutputError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.options import Member
-from ckpttool.plan import Plan
 from ckpttool.storage import system
 from tests.execute.plans import expected, reshard, written
 from tests.execute.test_destination import failing_writes, left, small_parts

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import (
     Advance,
@@ -36,9 +38,7 @@ from ckpttool.execute.machines import member as member_module
 from ckpttool.execute.machines import shares
 from ckpttool.execute.options import Member, Standing
 from ckpttool.execute.workforce import CompletionQueue
-from ckpttool.plan import Output, Plan
 from ckpttool.storage import system
-from ckpttool.storage.place import Place
 from tests.execute.merges import merge_plan
 from tests.execute.plans import expected, reshard, source, written
 

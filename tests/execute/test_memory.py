@@ -15,7 +15,7 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 from ckpttool.execute import RunOptions, run
-from ckpttool.plan import Block, Copy, Output, Plan, Source, Unit
+from ckpttool.core.plan import Block, Copy, Output, Plan, Source, Unit
 
 here, rows, columns = Path(sys.argv[1]), int(sys.argv[2]), 20_000
 (here / "src").mkdir()

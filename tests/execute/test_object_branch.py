@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.errors import AccessError, OutputError, UsageError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.destinations import destination_for, objects
@@ -22,7 +23,6 @@ from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.machines.node import Node
 from ckpttool.execute.options import Member
-from ckpttool.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.storage.place import parse_place
 from tests.execute.merges import merge_plan
 from tests.execute.plans import expected

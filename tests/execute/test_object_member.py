@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.errors import AccessError, CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, RunResult, run
 from ckpttool.execute.checks import check
 from ckpttool.execute.destinations import marker, object_member, objects
 from ckpttool.execute.destinations.holder import Holder
 from ckpttool.execute.options import Member
-from ckpttool.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.version import __version__
 from tests.execute.merges import merge_plan
 from tests.execute.plans import expected, reshard

@@ -16,11 +16,11 @@ from zlib import crc32
 
 import pytest
 
+from ckpttool.core.plan import AssertEqual, Block, Output, Plan, Source, Unit
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import NoProgress, RunOptions, RunResult, files, run, workforce
 from ckpttool.execute.destinations import holder, marker, objects, spool
 from ckpttool.execute.workforce import CompletionQueue
-from ckpttool.plan import AssertEqual, Block, Output, Plan, Source, Unit
 from tests.execute.plans import expected, reshard
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.sample import some

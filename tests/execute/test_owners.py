@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
 from ckpttool.execute import moves, schedule
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.owners import Claim, claims
@@ -18,7 +19,6 @@ from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.schedule import Task
-from ckpttool.plan import Block, Fill, Output, Plan, Target, Unit
 from tests.execute.test_bytes import recipes
 
 

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Output, Plan
 from ckpttool.execute import RunOptions, blocks, engine, moves, run, schedule, workforce
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.fleets import dispatch
 from ckpttool.execute.machines import fleetwork, node, shares
 from ckpttool.execute.options import Member
 from ckpttool.execute.workforce import CompletionQueue
-from ckpttool.plan import Output, Plan
 from tests.execute.plans import expected, reshard, written
 from tests.execute.test_bytes import recipes
 from tests.helpers.command import ckpttool

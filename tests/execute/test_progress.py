@@ -17,6 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Step, Unit
 from ckpttool.errors import OutputError
 from ckpttool.execute import Advance, NoProgress, RunOptions, compute, engine, files, quantize, run, worker, workforce
 from ckpttool.execute.crew import Answer
@@ -27,8 +29,6 @@ from ckpttool.execute.worker import ComputeWorker, Job, order
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
-from ckpttool.plan import Block, Compute, Copy, Output, Plan, Step, Unit
-from ckpttool.storage.place import Place
 from tests.execute.merges import merge_plan
 from tests.execute.plans import pattern, reshard, source
 from tests.execute.test_quantize import plain_plan

@@ -14,15 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
-from ckpttool.execute import RunOptions, quantize, run, strided, workforce
-from ckpttool.execute.operands import Buffer, reader
-from ckpttool.execute.options import unwatched
-from ckpttool.execute.quantize import part_bytes, parts_of
-from ckpttool.execute.schedule import operand_keys, schedule
-from ckpttool.kernels import fp8
-from ckpttool.plan import (
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.plan import (
     Adapted,
     Block,
     Copy,
@@ -38,6 +31,13 @@ from ckpttool.plan import (
     Target,
     Unit,
 )
+from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
+from ckpttool.execute import RunOptions, quantize, run, strided, workforce
+from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.options import unwatched
+from ckpttool.execute.quantize import part_bytes, parts_of
+from ckpttool.execute.schedule import operand_keys, schedule
+from ckpttool.kernels import fp8
 from tests.execute.merges import Files, working_out
 from tests.execute.plans import row_major
 from tests.unit.test_fp8_kernels import SCHEMES, plainly

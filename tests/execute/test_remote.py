@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpttool as library
+from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Source, Stored, Unit
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.execute import workforce
 from ckpttool.execute.ahead import ReadAhead
@@ -26,7 +27,6 @@ from ckpttool.execute.options import RunOptions
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import schedule
-from ckpttool.plan import Block, Compute, Copy, Output, Plan, Source, Stored, Unit
 from tests.execute.far import Far, far_away
 from tests.helpers.command import ckpttool
 from tests.helpers.memory import FILES, MemoryPlace, in_memory

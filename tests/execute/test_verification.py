@@ -240,7 +240,7 @@ def test_a_machine_with_another_source(small: Output, monkeypatch: pytest.Monkey
     stop, place = threading.Event(), small.dst
     checks = small.looked()
     sides = [s.source for s in checks.sides]
-    monkeypatch.setattr("ckpttool.storage.place.DataFile.at", lambda p, **_: sides[0][0]._replace(place=p, tag="1"))
+    monkeypatch.setattr("ckpttool.core.files.DataFile.at", lambda p, **_: sides[0][0]._replace(place=p, tag="1"))
     with pytest.raises(AccessError, match="another file here") as e:
         Verification(lambda _: checks, MEMORY).on(FakeFleet(2), place, lambda _: None, stop)
     assert e.value.where[-1].startswith("on node-")

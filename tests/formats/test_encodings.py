@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import ckpttool
-from ckpttool import encodings
 from ckpttool.containers.paddle_pickle import read_paddle
-from ckpttool.encodings import Decoder, Encoding, Moment, Span, Text
+from ckpttool.core import encodings
+from ckpttool.core.encodings import Decoder, Encoding, Moment, Span, Text
 from ckpttool.errors import CorruptError
 from ckpttool.execute.files import FilePool, SourceReadError
 from ckpttool.execute.hashing import hash_range
@@ -233,7 +233,7 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     """The beginning of a gigabyte of moments whose codes are a hole in a file, hashed."""
     code = """
 import sys
-from ckpttool.encodings import Encoding, Moment, Span
+from ckpttool.core.encodings import Encoding, Moment, Span
 from ckpttool.execute.hashing import hash_range
 path, rows, columns = sys.argv[1], 256, 1 << 20
 made = Encoding("moments", path, [Moment(0, (rows, columns), Span(path, 0, rows * columns), (Span(path, 0, 4 * columns),), False)])

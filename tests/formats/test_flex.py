@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpttool.catalog import Catalog, Key, Piece, RankTensor
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.catalog import Catalog, Key, Piece, RankTensor
+from ckpttool.core.dtypes import numpy_dtype
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, ReadOptions, StoredCheckpoint, WriteRequest
 from ckpttool.formats.paddle.flex import Flex, keys_of
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import read_all
 from tests.helpers.command import reshard

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.catalog import SHARDED, Key, StoredTensor
 from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
+from ckpttool.core.catalog import SHARDED, Key, StoredTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import ReadOptions, StoredCheckpoint
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
@@ -36,7 +37,6 @@ from ckpttool.formats.paddle.hybrid_names import (
     parse_suffix,
     suffix,
 )
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import local_path
 from tests.helpers.tensorfile import Raw

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ckpttool.catalog import SHARDED, Key, RankTensor, StoredTensor
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import SHARDED, Key, RankTensor, StoredTensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, ReadOptions, StoredCheckpoint, WriteRequest
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle.hybrid_names import CellNames, HybridNames
 from ckpttool.formats.paddle.hybrid_write import write_hybrid
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import local_path
 

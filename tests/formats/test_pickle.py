@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Array, Record
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.execute.reader import read_block
 from ckpttool.storage.identify import sniff

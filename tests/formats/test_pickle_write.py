@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Array, Record
 from ckpttool.containers.pickle_write import _CODES, Call, Hole, Instance, Written, layout_pickle, plain_pickle
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.files import DataFile
 from ckpttool.errors import UnsupportedError
-from ckpttool.storage.place import DataFile
 
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.catalog import RankTensor
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.geometry import Box, whole
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owners, padded
-from ckpttool.geometry import Box, whole
 from tests.helpers.arrays import index
 
 LLAMA = [2048, 1024, 512, 512, 1024, 2560, 2560, 2560, 32, 32, 1024, 512, 512, 1024, 2560, 2560, 2560, 32, 32, 32, 2048]

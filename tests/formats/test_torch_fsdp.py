@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog import Key
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.containers.pickle import Global, Record
 from ckpttool.containers.pickle_write import Call, Hole
 from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.core.catalog import Key
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.torch.numbered import Doubt, deal, names_of
 from ckpttool.formats.torch.placement import Placement, boxes_of, parts_of
-from ckpttool.geometry import Box, whole
 from tests.formats.test_torch_bin import headers
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard

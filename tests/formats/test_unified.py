@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpttool import encodings
+from ckpttool.core import encodings
 from tests.helpers.command import refused, reshard
 from tests.helpers.paddle import read_folder, write_file
 

@@ -16,7 +16,7 @@ import pytest
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import read_torch
-from ckpttool.geometry import contiguous_strides
+from ckpttool.core.geometry import contiguous_strides
 from tests.helpers import tensorfile
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.dcp import rows, write_save

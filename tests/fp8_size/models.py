@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
-from ckpttool.mesh import Mesh
+from ckpttool.core.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model, load
 from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply

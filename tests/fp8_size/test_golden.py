@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpttool.containers.safetensors import layout_file
-from ckpttool.mesh import Mesh
+from ckpttool.core.mesh import Mesh
 from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply, on_disk
 from tests.fp8_size.models import CONFIGS, GOLDEN, RECIPES, applied, model, model_of, ranks, write_config
 from tests.helpers.command import ckpttool

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import UnsupportedError, UsageError
-from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
 from ckpttool.ops.fp8_size.resident import partition
 from ckpttool.ops.fp8_size.stored import Wanted, apply

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.layout.family import pick_family
 from ckpttool.layout.shapes import declared_tensors

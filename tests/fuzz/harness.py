@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, open_checkpoint
+from ckpttool.core.geometry import whole
 from ckpttool.errors import CkptError
 from ckpttool.execute.compare import read_tensor
 from ckpttool.formats.base import OpenOptions, ReadOptions
-from ckpttool.geometry import whole
 from tests.fuzz.damage import KINDS
 from tests.fuzz.naive import Bits, bits, library, skeleton, unpickled
 from tests.fuzz.trees import Case

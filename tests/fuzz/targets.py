@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpttool import select
 from ckpttool.adapters.peft import adapter
 from ckpttool.aoa import apply_aoa, read_aoa
-from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.containers.json_stream import JsonError, JsonStream
 from ckpttool.containers.pickle_imports import UNKNOWN, named
 from ckpttool.containers.safetensors import examine, read_header
+from ckpttool.core import patterns as select
+from ckpttool.core.catalog import Catalog, Key
+from ckpttool.core.geometry import whole
+from ckpttool.core.patterns import matching
 from ckpttool.errors import CkptError
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.journal import Journal, sealed
@@ -36,16 +38,14 @@ from ckpttool.formats.paddle.pdiparams import match_records
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.geometry import whole
 from ckpttool.layout.family import load_family
 from ckpttool.ops.inspect.answer import InspectRequest
 from ckpttool.ops.inspect.answer import inspect as look
+from ckpttool.planning.relate import rename_by_rules
 from ckpttool.quant.coded import find_codes
 from ckpttool.quant.config import said
 from ckpttool.recipe.mergekit import read_mergekit
 from ckpttool.recipe.paddle import read_paddle
-from ckpttool.relate import rename_by_rules
-from ckpttool.select import matching
 from ckpttool.vocabulary.read import read_vocabulary
 from tests.fuzz.damage_torch import pickle_change, pickle_of, with_pickle
 from tests.fuzz.harness import Answers, read

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.patterns import compile_pattern, matching, renamer
 from ckpttool.errors import CkptError
 from ckpttool.execute.journal import Journal, sealed
 from ckpttool.layout.family import load_family
 from ckpttool.recipe.flags import recipe_of
-from ckpttool.select import compile_pattern, matching, renamer
 from tests.fuzz.harness import Answers, read
 from tests.fuzz.naive import whole
 from tests.fuzz.subjects import FIXTURES

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ckpttool.aoa import Statement, apply_aoa, parse_aoa
-from ckpttool.catalog import Key, LogicalTensor, Piece, StoredTensor
-from ckpttool.geometry import Box
-from ckpttool.relate import NONE, DerivedTensor, TensorTable
+from ckpttool.core.catalog import Key, LogicalTensor, Piece, StoredTensor
+from ckpttool.core.geometry import Box
+from ckpttool.planning.relate import NONE, DerivedTensor, TensorTable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RULES = Path(__file__).parents[2] / "fixtures" / "aoa_rules_pf12.json"

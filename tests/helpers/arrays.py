@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor
-from ckpttool.geometry import Box
-from ckpttool.relate import NONE, DerivedTensor
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor
+from ckpttool.core.geometry import Box
+from ckpttool.planning.relate import NONE, DerivedTensor
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 EMPTY = -1

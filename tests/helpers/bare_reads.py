@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from ckpttool.storage.place import OpenFile
+from ckpttool.core.files import OpenFile
 
 
 def _bare(file: OpenFile) -> OpenFile:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.core.geometry import Box
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
-from ckpttool.geometry import Box
 
 Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
 """(offsets, sizes, number of the file) of each chunk."""

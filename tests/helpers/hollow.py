@@ -10,13 +10,13 @@ from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.containers.safetensors import layout_file, read_header
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.plan import Plan
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.fp8_size.model import load
 from ckpttool.ops.fp8_size.stored import Wanted, apply
 from ckpttool.ops.reshard import prepare
-from ckpttool.plan import Plan
 from ckpttool.targeting.target import Target
 from tests.convert_json import programs
 from tests.convert_json.programs import dumped, operator, parameter, record

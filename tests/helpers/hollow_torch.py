@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from ckpttool.containers.torch_write import _ZipLayout
-from ckpttool.dtypes import itemsize, nbytes
-from ckpttool.geometry import contiguous_strides
+from ckpttool.core.dtypes import itemsize, nbytes
+from ckpttool.core.geometry import contiguous_strides
 
 Shapes = Mapping[str, tuple[int, ...]]
 

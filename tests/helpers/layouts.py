@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.geometry import Box
+from ckpttool.core.geometry import Box
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, Ranks, Which
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpttool.encodings import Contents
+from ckpttool.core.encodings import Contents
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.machines import shares
 

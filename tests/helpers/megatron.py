@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ckpttool.containers.pickle_write import Instance
+from ckpttool.core.geometry import Box
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
-from ckpttool.geometry import Box
 from tests.helpers.torch_save import torch_save
 
 Array = np.ndarray[Any, np.dtype[Any]]

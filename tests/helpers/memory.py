@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Self
 from unittest.mock import patch
 
-from ckpttool.storage.place import SCHEMES, DataFile
+from ckpttool.core.files import DataFile
+from ckpttool.storage.place import SCHEMES
 from ckpttool.storage.readahead import forget
 from ckpttool.storage.stream import stream
 

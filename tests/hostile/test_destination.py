@@ -191,8 +191,8 @@ def test_files_that_are_replaced(tmp_path: Path, command: tuple[str, ...]) -> No
 
 def test_names_of_outputs_stay_inside() -> None:
     """Whoever makes a plan: no file of it lies outside DST."""
+    from ckpttool.core.plan import Output
     from ckpttool.errors import ConflictError
-    from ckpttool.plan import Output
 
     for name in ("../x", "/x", "a/../../x", "", ".", "a//b", "a\0b", ".."):
         with pytest.raises(ConflictError, match="not a name of a file"):

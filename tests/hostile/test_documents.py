@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.patterns import bounded, compile_pattern, matching
 from ckpttool.errors import UsageError
-from ckpttool.select import bounded, compile_pattern, matching
 from ckpttool.storage import json_file as _json
 from tests.helpers.command import ckpttool
 from tests.helpers.families import MODELS
@@ -332,7 +332,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("case", PATTERNS)
 def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
+    monkeypatch.setattr("ckpttool.core.patterns.PATIENCE", 0.05)
     court = Court(tmp_path)
     save_hf(court.src, LLAMA.tensors(), LLAMA.config)
     pattern = PATTERNS[case]
@@ -347,7 +347,7 @@ def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
+    monkeypatch.setattr("ckpttool.core.patterns.PATIENCE", 0.05)
     with pytest.raises(UsageError, match="takes more than"):
         matching([EXPLOSIVE], ["model.layers.0.self_attn.q_proj.weight_scale_inv"], option="--x")
     assert matching(["re:q_proj"], ["q_proj"], option="--x") == {"q_proj"}
@@ -369,7 +369,7 @@ def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_config_with_an_explosive_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``modules_to_not_convert`` of somebody's config.json, on the way to sizes."""
-    monkeypatch.setattr("ckpttool.select.PATIENCE", 0.05)
+    monkeypatch.setattr("ckpttool.core.patterns.PATIENCE", 0.05)
     court = Court(tmp_path)
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [EXPLOSIVE]}
     save_hf(court.src, LLAMA.tensors(), {**LLAMA.config, "quantization_config": quant})

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from ckpttool.answers.findings import CHECKPOINT, ERROR, INFO, WARNING
 from ckpttool.containers.torch_zip import read_torch
-from ckpttool.findings import CHECKPOINT, ERROR, INFO, WARNING
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.dcp import Boxes, rows, write_save
 from tests.helpers.tensorfile import Raw, header, origin, read, write

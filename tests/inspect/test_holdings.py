@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.geometry import Box
+from ckpttool.core.geometry import Box
 from ckpttool.ops.inspect.holdings import Held, merge
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import origin, save_hf, write

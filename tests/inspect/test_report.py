@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpttool.answers.findings import CheckResult
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import OutputError
-from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.kernels.stats import Histogram, Stats
-from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.answer import InspectRequest, everything
 from ckpttool.ops.inspect.listing import Listing, Row
 from ckpttool.ops.inspect.survey import Survey, Wish

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.names import fold, natural_order, templates
+from ckpttool.core.tensor_names import fold, natural_order, templates
+from ckpttool.core.words import ranges
 from ckpttool.ops.inspect.listing import Row
 from ckpttool.ops.inspect.tree import Node, collapse, lines
-from ckpttool.words import ranges
 
 
 def rows(*names: str, shape: tuple[int, ...] = (2,)) -> list[Row]:

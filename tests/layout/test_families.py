@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.catalog import RankTensor
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.dialects.family import FamilyDialect
 from ckpttool.errors import LayoutError, UnsupportedError
 from ckpttool.formats.config import config_field
@@ -33,8 +34,7 @@ from ckpttool.layout.statements import (
     Transpose,
     inverse,
 )
-from ckpttool.mesh import Mesh
-from ckpttool.relate import TensorTable, apply_transforms, identity
+from ckpttool.planning.relate import TensorTable, apply_transforms, identity
 from tests.helpers.arrays import Array, catalog_of, index, materialise
 from tests.helpers.tiny_names import Listed, all_lists, family_lists
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.catalog import Key, LogicalTensor
+from ckpttool.core.catalog import Key, LogicalTensor
+from ckpttool.core.geometry import Box
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.geometry import Box
 from ckpttool.layout.family import Family, _compile
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext, Size, parse_rule
@@ -32,8 +33,7 @@ from ckpttool.layout.statements import (
     Transpose,
     inverse,
 )
-from ckpttool.mesh import Mesh
-from ckpttool.relate import (
+from ckpttool.planning.relate import (
     DerivedTensor,
     TensorTable,
     apply_transforms,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ckpttool.core.mesh import Coords, Mesh, share
 from ckpttool.errors import LayoutError
 from ckpttool.layout.rules import (
     IndivisibleError,
@@ -25,7 +26,6 @@ from ckpttool.layout.rules import (
     parse_rule,
     part_rule,
 )
-from ckpttool.mesh import Coords, Mesh, share
 from tests.helpers.arrays import Array, index
 
 PAD = -1

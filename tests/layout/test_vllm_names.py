@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.dialects.family import FamilyDialect
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
-from ckpttool.mesh import Mesh
-from ckpttool.relate import apply_transforms, identity
+from ckpttool.planning.relate import apply_transforms, identity
 from tests.helpers.arrays import catalog_of
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads(

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.core.catalog import RankTensor, StoredTensor
+from ckpttool.core.files import DataFile
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import LayoutError
 from ckpttool.layout.assemble import Assembler
 from ckpttool.layout.family import Family, load_family
@@ -17,9 +19,7 @@ from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext, local_boxes
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.layout.statements import Transform, inverse
-from ckpttool.mesh import Mesh
-from ckpttool.relate import TensorTable, apply_transforms, identity
-from ckpttool.storage.place import DataFile
+from ckpttool.planning.relate import TensorTable, apply_transforms, identity
 from tests.helpers.arrays import Array, catalog_of, index, materialise
 
 HYBRID = """

@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.adapters import Adapter, Changes, adapt, combine, read_adapter
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.relate import DerivedTensor
+from ckpttool.planning.relate import DerivedTensor
 from tests.helpers import tensorfile
 from tests.helpers.arrays import materialise
 from tests.helpers.tensorfile import Raw

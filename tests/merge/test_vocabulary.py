@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.core.plan import Gathered, Operand, Run, Stored
 from ckpttool.errors import ConflictError, UsageError
-from ckpttool.plan import Gathered, Operand, Run, Stored
 from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
 from ckpttool.vocabulary.read import Added, Vocabulary
 

@@ -21,7 +21,7 @@ from ckpttool.dialects.family import FamilyDialect
 from ckpttool.formats.megatron.fields import Fields
 from ckpttool.formats.megatron.models import kind_named, kind_of
 from ckpttool.layout.family import find_family, load_family
-from ckpttool.relate import apply_transforms, identity
+from ckpttool.planning.relate import apply_transforms, identity
 from tests.helpers.arrays import catalog_of, materialise
 from tests.helpers.tiny_models import TOKENS, save_tiny
 from tests.peers.megatron_ranks import Case, _mesh

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ckpttool.findings import CHECKPOINT, CheckResult, Finding
+from ckpttool.answers.findings import CHECKPOINT, CheckResult, Finding
 from ckpttool.report.findings import sarif
 from tests.helpers.command import ckpttool
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.answers.findings import CHECKPOINT, CheckResult, Finding
 from ckpttool.cli import choices
 from ckpttool.errors import OutputError, UsageError
-from ckpttool.findings import CHECKPOINT, CheckResult, Finding
 from ckpttool.report.findings import KINDS, github, gitlab, junit, parsed, sarif, write_findings
 from tests.helpers.command import Done, ckpttool
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ckpttool.geometry import Box
+from ckpttool.core.geometry import Box
 from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, layout_of
 from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.report import svg

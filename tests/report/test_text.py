@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from ckpttool.core.words import count, either, short, some
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table
-from ckpttool.words import count, either, short, some
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpttool import planner
-from ckpttool.plan import Copy
-from ckpttool.planner import build_plan
+from ckpttool.core.plan import Copy
+from ckpttool.planning import planner
+from ckpttool.planning.planner import build_plan
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.families import MODELS, H, V
 from tests.helpers.judge import Grid, held

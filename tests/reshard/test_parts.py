@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ckpttool as api
+from ckpttool.core.plan import Plan
 from ckpttool.execute import engine
-from ckpttool.plan import Plan
 from tests.helpers.command import ckpttool, refused
 from tests.helpers.tensorfile import Raw, Tensors, assert_same, encode, origin, read, read_all, write
 

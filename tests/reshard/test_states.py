@@ -13,9 +13,9 @@ import pytest
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.containers.paddle_pickle import read_pickle
+from ckpttool.core.optimizer_states import BETA_POWERS
 from ckpttool.formats.ranks import Ranks
 from ckpttool.ops.reshard import prepare
-from ckpttool.states import BETA_POWERS
 from ckpttool.targeting import states
 from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool, refused, reshard

@@ -15,7 +15,7 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import VerifyError
 from ckpttool.execute import NoProgress, RunOptions
 from ckpttool.ops.reshard import execute, prepare
-from ckpttool.relate import TensorTable
+from ckpttool.planning.relate import TensorTable
 from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool, refused, reshard
 

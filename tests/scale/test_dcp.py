@@ -9,9 +9,9 @@ import pytest
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.containers import pickle_imports, torch_zip
-from ckpttool.geometry import Box
+from ckpttool.core.geometry import Box
 from ckpttool.ops.reshard import prepare
-from ckpttool.relate import Region
+from ckpttool.planning.relate import Region
 from ckpttool.targeting.target import Target
 from tests.helpers.command import ckpttool
 from tests.helpers.dcp import rows, write_save

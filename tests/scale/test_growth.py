@@ -19,13 +19,13 @@ from types import FrameType
 import pytest
 
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.core.plan import Copy
 from ckpttool.execute import NoProgress
 from ckpttool.ops import drop_keys, fp8_cast
 from ckpttool.ops.convert_json.convert import to_safetensors
 from ckpttool.ops.inspect.answer import InspectRequest, inspect
 from ckpttool.ops.inspect.tree import by_component, collapse
 from ckpttool.ops.reshard import prepare
-from ckpttool.plan import Copy
 from ckpttool.quant.scheme import scheme
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection

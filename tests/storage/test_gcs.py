@@ -12,10 +12,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.storage import gcs, objects
 from ckpttool.storage.http import Client, Clock, using
-from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
+from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
 
 

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
+from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
 from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.hub import HubPlace, from_page, parse
 from ckpttool.storage.hub_cache import listed
-from ckpttool.storage.place import DataFile, parse_place, read_all
+from ckpttool.storage.place import parse_place, read_all
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.hub_cache import fill
 from tests.helpers.hub_server import Hub, hub_server

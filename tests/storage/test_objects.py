@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import AccessError, CkptError, CorruptError, IncompleteError, UsageError
 from ckpttool.storage import objects, s3
 from ckpttool.storage.http import Client, Clock, HttpError, using
-from ckpttool.storage.place import DataFile, Place, open_file, parse_place, read_all, scan, walk
+from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
 from tests.helpers.command import ckpttool
 from tests.helpers.s3_server import Answer, S3Server, s3_server

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.encodings import Blocks8, Encoding, Given, Moment, Span, Text
+from ckpttool.core.encodings import Blocks8, Encoding, Given, Moment, Span, Text
+from ckpttool.core.files import DataFile
 from ckpttool.errors import UsageError
 from ckpttool.storage.access import QUERIES
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.travel import SentFiles, check_sent, text_of
 
 

@@ -13,12 +13,13 @@ from unittest.mock import patch
 import pytest
 
 import ckpttool as library
+from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.execute import crew
 from ckpttool.execute.worker import Job
 from ckpttool.storage import http, web
 from ckpttool.storage.access import ANONYMOUS, QUERIES
-from ckpttool.storage.place import DataFile, parse_place, read_all, scan
+from ckpttool.storage.place import parse_place, read_all, scan
 from ckpttool.storage.web import WebPlace
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.web_server import Asked, Reply, WebServer, redirect, reset, status, web_server

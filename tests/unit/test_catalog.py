@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.catalog import Catalog, Key, Piece, StoredTensor, logical_tensor, whole_tensor
+from ckpttool.core.catalog import Catalog, Key, Piece, StoredTensor, logical_tensor, whole_tensor
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.geometry import Box, whole
-from ckpttool.storage.place import DataFile
 
 FILES = [DataFile(Path(f"rank{r}.safetensors"), 4096, "0") for r in range(4)]
 KEY = Key("w")

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from ckpttool.containers.safetensors import layout_file
-from ckpttool.dtypes import DTYPES, ORDER, itemsize, lookup, nbytes, numpy_dtype, parse
+from ckpttool.core.dtypes import DTYPES, ORDER, itemsize, lookup, nbytes, numpy_dtype, parse
 from ckpttool.errors import CorruptError, UnsupportedError
 
 

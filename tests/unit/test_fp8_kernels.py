@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.dtypes import numpy_dtype
+from ckpttool.core.plan import Rounding
 from ckpttool.errors import UnsupportedError
 from ckpttool.kernels import fp8, quantize
 from ckpttool.kernels.quantize import NotFiniteError, Rounder
-from ckpttool.plan import Rounding
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ORACLE = Path(__file__).parents[2] / "fixtures/fp8/oracle"

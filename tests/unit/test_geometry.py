@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.geometry import Box, BoxIndex, contiguous_strides, first_overlap, from_flat, uncovered, whole
+from ckpttool.core.geometry import Box, BoxIndex, contiguous_strides, first_overlap, from_flat, uncovered, whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 SOLID = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckpttool.layers import Row, by_layer, largest, norm, relative, share, smallest, total
+from ckpttool.answers.by_layer import Row, by_layer, largest, norm, relative, share, smallest, total
 
 NAMES = [
     "lm_head.weight",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.core.mesh import Mesh, default_etp, share
 from ckpttool.errors import CkptError, LayoutError, UsageError
-from ckpttool.mesh import Mesh, default_etp, share
 
 SMALL = st.integers(1, 6)
 MESHES = st.builds(Mesh, tp=SMALL, pp=SMALL, ep=SMALL, etp=SMALL, experts=st.sampled_from(("etp-ep", "ep-etp")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.names import locate
+from ckpttool.core.tensor_names import locate
 
 
 @pytest.mark.parametrize(

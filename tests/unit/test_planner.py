@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.core.plan import AssertEqual, Copy, Fill, Plan, merged_axes
 from ckpttool.ops.reshard import prepare
-from ckpttool.plan import AssertEqual, Copy, Fill, Plan, merged_axes
 from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from tests.helpers.families import MODELS

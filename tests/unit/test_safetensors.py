@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ckpttool.catalog import RankTensor
 from ckpttool.containers.safetensors import Header, layout_file, problems, read_header
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.dtypes import DTYPES
+from ckpttool.core.words import natural
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.base import build_files, fill_files
-from ckpttool.storage.listing import natural
 from tests.helpers.sample import examples
 
 KINDS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckpttool.core.patterns import compile_pattern, matching, renamer
 from ckpttool.errors import UsageError
-from ckpttool.select import compile_pattern, matching, renamer
 
 NAMES = [
     "model.embed_tokens.weight",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.catalog import (
+from ckpttool.core.catalog import (
     SHARDED,
     Catalog,
     FlatShard,
@@ -22,9 +22,9 @@ from ckpttool.catalog import (
     packed_shards,
     whole_tensor,
 )
+from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError
 from ckpttool.layout.shards import join_shards
-from ckpttool.storage.place import DataFile
 
 FILES = [DataFile(Path(f"rank{i}"), 1 << 20, "0") for i in range(8)]
 

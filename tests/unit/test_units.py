@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.containers.safetensors import CompressedHeader
-from ckpttool.plan import (
+from ckpttool.core.plan import (
     AssertEqual,
     AssertPadding,
     Block,

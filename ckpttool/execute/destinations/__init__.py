@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ckpttool.core.files import Place, Remote
+from ckpttool.core.plan import Plan
 from ckpttool.errors import UsageError, not_installed
 from ckpttool.execute.destinations.base import Branch, Destination
 from ckpttool.execute.destinations.local import LocalBranch, LocalDestination
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Task
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place, Remote
 
 MODULES = {"hf": "hub", **dict.fromkeys(("s3", "gs", "az"), "objects")}
 """Scheme -> module beside this one, imported when there is something to write there."""

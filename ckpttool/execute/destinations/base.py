@@ -13,11 +13,11 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Plan
 from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckpttool.core.plan import Plan
 from ckpttool.execute.extents import Extent, part_extents
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.plan import Plan
 
 Range = tuple[int, int, int]
 """(output, first chunk, last + 1)."""

@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Plan
 from ckpttool.errors import AccessError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
@@ -24,11 +26,9 @@ from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.plan import Plan
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.hub import HubPlace
 from ckpttool.storage.hub_access import endpoint, token
-from ckpttool.storage.place import Place
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:

@@ -29,12 +29,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.plan import Plan
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
 from ckpttool.execute.journal import Finished, Journal, writer
 from ckpttool.execute.schedule import Part
-from ckpttool.plan import Plan
 from ckpttool.storage import system
 from ckpttool.storage.place import parse_place
 

@@ -51,6 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpttool.core.plan import Plan
 from ckpttool.errors import ConflictError, OutputError, plain
 from ckpttool.execute import journal as journals
 from ckpttool.execute.destinations.base import Beginning
@@ -62,7 +63,6 @@ from ckpttool.execute.journal import Edge, Finished, Journal
 from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member
 from ckpttool.execute.schedule import Part, Task, operand_keys
-from ckpttool.plan import Plan
 from ckpttool.version import __version__
 
 COMMITTING = ".committing"

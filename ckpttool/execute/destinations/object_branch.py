@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ckpttool.core.plan import Plan
 from ckpttool.errors import CkptError, OutputError
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.marker import WRITING, State
@@ -26,7 +27,6 @@ from ckpttool.execute.destinations.store import Store
 from ckpttool.execute.files import Medium, write_error
 from ckpttool.execute.journal import ranges
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.plan import Plan
 
 BACKLOG = 1
 """Chunks for each thread that sends that may wait to be sent before those who write have to wait."""

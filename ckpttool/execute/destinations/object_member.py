@@ -32,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from ckpttool.core.files import Place, Remote
+from ckpttool.core.plan import Plan
 from ckpttool.errors import CkptError, ConflictError, OutputError
 from ckpttool.execute.destinations import objects
 from ckpttool.execute.destinations.base import Beginning
@@ -48,8 +50,6 @@ from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member, RunOptions
 from ckpttool.execute.schedule import Part
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place, Remote
 from ckpttool.version import __version__
 
 DONE = "done"

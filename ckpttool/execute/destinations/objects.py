@@ -28,6 +28,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpttool.core.files import Place, Remote
+from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
@@ -45,9 +47,7 @@ from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.plan import Output, Plan
 from ckpttool.storage.objects import forget
-from ckpttool.storage.place import Place, Remote
 
 STORES = {"s3": "s3", "gs": "gcs", "az": "azure"}
 """Scheme -> module beside this one with ``store(bucket)``, imported when there is something to write there."""

@@ -7,7 +7,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from ckpttool.storage.place import DataFile, Entry, OpenFile, Place, open_local, scan
+from ckpttool.core.files import DataFile, Entry, OpenFile, Place
+from ckpttool.storage.place import open_local, scan
 
 
 class _Named(NamedTuple):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ckpttool.core.files import source_files
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.fleets.base import Answer, Fleet, Order
 from ckpttool.execute.fleets.dispatch import dispatch
@@ -17,7 +18,6 @@ from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import in_turn, reading
 from ckpttool.execute.remote import check_here
 from ckpttool.storage.access import settings, use_settings
-from ckpttool.storage.place import source_files
 from ckpttool.storage.system import cores
 
 LARGEST = 512 << 20

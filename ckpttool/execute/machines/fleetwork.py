@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ckpttool.core.plan import Plan
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.files import Medium, create, share, sync_all
 from ckpttool.execute.fleets.base import Answer, Fleet
@@ -22,7 +23,6 @@ from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
 from ckpttool.execute.workforce import Outlet, Watcher
-from ckpttool.plan import Plan
 from ckpttool.storage.travel import check_sent
 
 _SHARES = 8

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from ckpttool.encodings import Contents
+from ckpttool.core.encodings import Contents
 from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.machines import shares
 

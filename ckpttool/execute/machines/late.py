@@ -11,14 +11,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import CkptError, VerifyError
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.engine import filled
 from ckpttool.execute.options import Member, RunOptions, unwatched
 from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.verification import Checks, Verification
-from ckpttool.plan import Output, Plan
-from ckpttool.storage.place import Place
 
 
 def is_made(plan: Plan, dst: Path, member: Member, options: RunOptions) -> bool:

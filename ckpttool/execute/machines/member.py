@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpttool.core.files import Place
+from ckpttool.core.plan import Plan
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Destination
@@ -35,8 +37,6 @@ from ckpttool.execute.options import (
 )
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.workforce import Outlet
-from ckpttool.plan import Plan
-from ckpttool.storage.place import Place
 
 
 def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: Progress) -> RunResult:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from ckpttool.core.plan import Plan
 from ckpttool.errors import CkptError
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.members import CommittedError
@@ -20,7 +21,6 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.machines.late import verifying
 from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions
 from ckpttool.execute.schedule import Part
-from ckpttool.plan import Plan
 
 
 def share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> SentShare:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpttool.core.files import DataFile
+from ckpttool.core.plan import Plan
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.execute.destinations import branch_for
 from ckpttool.execute.files import Medium
@@ -27,9 +29,8 @@ from ckpttool.execute.options import RunOptions
 from ckpttool.execute.remote import check_here, open_medium
 from ckpttool.execute.schedule import Part, Schedule
 from ckpttool.execute.workforce import Outlet, Workforce
-from ckpttool.plan import Plan
 from ckpttool.storage.access import settings, use_settings
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.version import __version__
 
 

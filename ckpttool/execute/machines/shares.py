@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpttool.dtypes import lookup
+from ckpttool.core.dtypes import lookup
+from ckpttool.core.plan import STEP, AssertEqual, AssertPadding, Compute, Copy, Fill, Plan, Quantize, Step, joined
 from ckpttool.execute.extents import part_extents, step_extents
 from ckpttool.execute.reads import stored_tensors
 from ckpttool.execute.schedule import Task
-from ckpttool.plan import STEP, AssertEqual, AssertPadding, Compute, Copy, Fill, Plan, Quantize, Step, joined
 
 PAGE = 64 << 10
 """Bytes of a page, of any machine that this runs on; pages of an output begin at its multiples."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
+from ckpttool.core.files import DataFile
 from ckpttool.execute.reader import Reads
-from ckpttool.storage.place import DataFile
 
 _Given_contra = TypeVar("_Given_contra", contravariant=True)
 _Made_co = TypeVar("_Made_co", covariant=True)

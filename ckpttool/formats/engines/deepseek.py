@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats import base
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 
 _NAME = r"model(?P<rank>\d+)-mp(?P<world>\d+)\.safetensors"

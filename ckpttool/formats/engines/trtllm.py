@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import config_fields
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 
 _NAME = r"rank(?P<rank>\d+)\.safetensors"

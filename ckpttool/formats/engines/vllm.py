@@ -15,12 +15,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpttool.catalog import RankTensor, StoredTensor
 from ckpttool.containers.safetensors import layout_file
+from ckpttool.core.catalog import RankTensor, StoredTensor
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, whole_number
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 
 _PLAIN = r"model-rank-(?P<rank>\d+)-part-(?P<part>\d+)\.safetensors"

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.containers.pickle import Global, Record, printable
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, ties_head, whole_number
 from ckpttool.formats.megatron.fields import Fields, shown
 from ckpttool.formats.megatron.models import Kind, kind_named, kind_of, refuse_others
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 
 ARGS, CONFIG = "args.", "config.json: "

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle_write import Instance
 from ckpttool.containers.plain import is_plain
+from ckpttool.core.words import some
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.args import options
 from ckpttool.formats.megatron.groups import CONSUMED, COUNTERS, is_expert
 from ckpttool.formats.megatron.models import NULL_TOKENIZER
-from ckpttool.words import some
 
 CHECKPOINT_VERSION = 3.0
 """Since when query, key and value are interleaved by group."""

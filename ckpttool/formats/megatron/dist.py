@@ -15,11 +15,15 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, Piece, whole_tensor
 from ckpttool.containers.pickle import Record, opened, printable
 from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_pickle import TORCH_DTYPE
 from ckpttool.containers.torch_zip import read_torch
+from ckpttool.core.catalog import Catalog, Key, Piece, whole_tensor
+from ckpttool.core.geometry import whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import count, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import whole_number
@@ -55,11 +59,7 @@ from ckpttool.formats.torch import (
     plain_value,
     read_pickle,
 )
-from ckpttool.geometry import whole
-from ckpttool.mesh import Mesh
-from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing
-from ckpttool.words import count, some
 
 _METADATA_CLASSES = (CLASS, "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
 _BACKEND = "torch_dist"

@@ -22,17 +22,17 @@ from math import gcd
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import Global, printable
 from ckpttool.containers.torch_pickle import Tensor
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.geometry import Box, from_flat
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.formats.megatron.buffers import ALIGNMENT
 from ckpttool.formats.megatron.dist_names import Held
 from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TARGETS, spelled, traits
 from ckpttool.formats.megatron.order import in_model_order, is_parameter
-from ckpttool.geometry import Box, from_flat
 
 _BUCKET = re.compile(
     r"(?:chained_(?P<chain>\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,7})\.gbuf_idx_(?P<buffer>\d{1,5})"

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ckpttool.core.optimizer_states import STEP
 from ckpttool.formats.torch import Described, Entry, Span
-from ckpttool.states import STEP
 
 _WRAPPED = re.compile(r"model\d*\.(?:module\.)*(?P<key>.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<key>.+)\.(?P<state>\w+)")

@@ -20,14 +20,14 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
 from ckpttool.containers.pickle import printable
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import Key, LogicalTensor, Pad, Piece, StoredTensor, logical_tensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import CkptError, ConflictError, CorruptError, found_as
 from ckpttool.formats.megatron.names import canonical
 from ckpttool.formats.megatron.stages import layer_of
-from ckpttool.geometry import Box, whole
-from ckpttool.storage.place import DataFile
 
 Chunk = tuple[Box, StoredTensor]
 """A box of the global shape, and what holds it: a tensor of the same shape."""

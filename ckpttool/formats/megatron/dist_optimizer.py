@@ -17,10 +17,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import printable
-from ckpttool.dtypes import itemsize
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.geometry import from_flat
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.formats.megatron.dist_names import Chunk, Held
-from ckpttool.geometry import from_flat
 
 MASTERS = frozenset(("param", "fp32_param"))
 """States that are the weights themselves."""

@@ -28,9 +28,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.core.catalog import RankTensor, RankTensors
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.args import args_of
@@ -40,10 +44,6 @@ from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE, spelled, traits
 from ckpttool.formats.megatron.run import POINTER
 from ckpttool.formats.torch import METADATA, Chunks, ChunkWriter, Described, Span, write_metadata
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Mesh
-from ckpttool.states import STEP
-from ckpttool.words import count, some
 
 _BACKEND = {
     "sharded_backend": "torch_dist",

@@ -17,15 +17,15 @@ from itertools import product
 from math import ceil, prod
 from typing import Any, NoReturn
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import printable
-from ckpttool.dtypes import nbytes
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, contiguous_strides
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.dist_names import Chunk, Held
-from ckpttool.geometry import Box, contiguous_strides
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
 
 BACKEND = "zarr"
 ARRAY = ".zarray"

@@ -24,12 +24,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import count, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import config_field
@@ -41,10 +44,8 @@ from ckpttool.formats.megatron.legacy_ranks import Held
 from ckpttool.formats.megatron.legacy_write import legacy_mesh, write_legacy
 from ckpttool.formats.megatron.nemo_names import core_names
 from ckpttool.formats.megatron.sizes import check_sizes
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place, read_each
-from ckpttool.words import count, some
+from ckpttool.storage.place import read_each
 
 FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"

@@ -25,20 +25,20 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import Global, printable
 from ckpttool.containers.plain import Numbers, is_plain
 from ckpttool.containers.torch_pickle import BY_TORCH, Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import count
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import Grid, Held
 from ckpttool.formats.torch import names_of
-from ckpttool.states import STEP
-from ckpttool.storage.place import DataFile, Place
-from ckpttool.words import count
 
 MASTERS, COMPONENT = "master_weights", "optimizer"
 _STATES = {"param": (MASTERS, ""), "exp_avg": (COMPONENT, "exp_avg"), "exp_avg_sq": (COMPONENT, "exp_avg_sq")}

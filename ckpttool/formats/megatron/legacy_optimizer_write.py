@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor
 from ckpttool.containers.pickle import Global
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_pickle import TORCH_DTYPE
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.mesh import Coords
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.beside import groups_of
 from ckpttool.formats.megatron.buffers import offsets
 from ckpttool.formats.megatron.groups import is_expert
-from ckpttool.mesh import Coords
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _VECTORS = ("param", *_MOMENTS)

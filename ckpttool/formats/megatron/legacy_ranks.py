@@ -20,11 +20,11 @@ from collections.abc import Collection, Mapping
 from math import lcm
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import Place
+from ckpttool.core.mesh import MAX_WORLD
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.mesh import MAX_WORLD
-from ckpttool.storage.place import Place
-from ckpttool.words import count, some
 
 _NAME = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
 _MOST_RANKS = 4096

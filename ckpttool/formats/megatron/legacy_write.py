@@ -17,9 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.catalog import RankTensor, RankTensors
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.core.catalog import RankTensor, RankTensors
+from ckpttool.core.mesh import Coords, Mesh
+from ckpttool.core.words import some
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, whole_number
@@ -38,8 +40,6 @@ from ckpttool.formats.megatron.stages import (
     local_expert,
     local_layer,
 )
-from ckpttool.mesh import Coords, Mesh
-from ckpttool.words import some
 
 _MODEL, _STATE = "model_optim_rng.pt", "distrib_optim.pt"
 _EMBEDDING = "embedding."

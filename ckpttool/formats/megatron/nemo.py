@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from ckpttool.containers.pickle import opened, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import read_torch
+from ckpttool.core.files import Place
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch import plain_value
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import Place
 from ckpttool.storage.tar import TarPlace
 from ckpttool.storage.yaml_file import load_yaml
-from ckpttool.words import some
 
 SUFFIX = ".nemo"
 WEIGHTS = "weights"

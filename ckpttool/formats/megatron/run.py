@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import printable
+from ckpttool.core.files import Place
+from ckpttool.core.words import some
 from ckpttool.errors import IncompleteError
 from ckpttool.formats import base
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import Place, open_file
-from ckpttool.words import some
+from ckpttool.storage.place import open_file
 
 POINTER = "latest_checkpointed_iteration.txt"
 _SAVE = re.compile(r"iter_(?P<number>\d{1,18})|release")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpttool.mesh import Mesh
+from ckpttool.core.mesh import Mesh
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d{1,9})(?=\.)")

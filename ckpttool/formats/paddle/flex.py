@@ -24,20 +24,21 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
 from ckpttool.containers.pickle_write import Hole, layout_pickle
-from ckpttool.dtypes import nbytes
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, RankTensor, StoredTensor, logical_tensor
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Mesh, share
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import flex_files
 from ckpttool.formats.paddle.config import CONFIG_DTYPES, STATES, TARGETS, resume_flags, target_config
 from ckpttool.formats.paddle.sharding import flat_slices
 from ckpttool.formats.paddle.training import left_out, read_training, schedule_file
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Mesh, share
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import shared_config
-from ckpttool.storage.place import DataFile, Place, resolved, scan
+from ckpttool.storage.place import resolved, scan
 
 MASTER = "w_0"
 """Suffix of a master weight's key."""

@@ -27,16 +27,17 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
 from ckpttool.containers.pickle import Record
 from ckpttool.containers.pickle_write import Instance, plain_pickle
 from ckpttool.containers.safetensors import read_header
-from ckpttool.dtypes import DTYPES, parse
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import DTYPES, parse
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import Box, from_flat
+from ckpttool.core.words import natural
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
-from ckpttool.geometry import Box, from_flat
-from ckpttool.storage.listing import natural
-from ckpttool.storage.place import DataFile, Place, read_all, read_each, scan
+from ckpttool.storage.place import read_all, read_each, scan
 
 METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")

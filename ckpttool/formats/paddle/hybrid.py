@@ -38,10 +38,14 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import SHARDED, FlatShard, Key, StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import contiguous_strides
+from ckpttool.core.mesh import MAX_WORLD, Mesh
+from ckpttool.core.patterns import exactly
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.config import whole_number
@@ -50,12 +54,9 @@ from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
 from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers, end_to_end
 from ckpttool.formats.paddle.training import read_training, small_files
-from ckpttool.geometry import contiguous_strides
-from ckpttool.mesh import MAX_WORLD, Mesh
-from ckpttool.select import exactly
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile, Place, read_each
+from ckpttool.storage.place import read_each
 
 MASTER = "_fp32_master_0"
 """Between a parameter's name and its state when the state belongs to the master weight."""

@@ -26,10 +26,11 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor
 from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.containers.pickle_write import Hole, layout_pickle
-from ckpttool.dtypes import nbytes
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.mesh import Coords, Mesh
 from ckpttool.errors import IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
 from ckpttool.formats.paddle import hybrid_names
@@ -37,7 +38,6 @@ from ckpttool.formats.paddle.config import base_prefix, fp8_dtype, module_of, re
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
 from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
 from ckpttool.formats.paddle.training import SCHEDULE_FILE, left_out, schedule_file, schedule_of
-from ckpttool.mesh import Coords, Mesh
 
 MASTER = "_fp32_master_0"
 """What Paddle appends to a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from ckpttool.containers.paddle_pickle import STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
+from ckpttool.core.files import Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.paddle.program_parts import Parameter, Problem
-from ckpttool.storage.place import Place, open_file
+from ckpttool.storage.place import open_file
 
 
 @dataclass(slots=True)

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import DataFile, OpenFile, Place, open_file
+from ckpttool.storage.place import open_file
 
 PROBLEMS = {
     "params-missing": "the program has parameters, and there is no parameter file",

@@ -44,9 +44,10 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.containers.protobuf import message_classes, parsed
+from ckpttool.core.files import Mapped, Place
 from ckpttool.errors import CorruptError
 from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
-from ckpttool.storage.place import Mapped, Place, open_file, readable
+from ckpttool.storage.place import open_file, readable
 
 KIND = "pdmodel"
 VERSION = 3_003_001

@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.catalog import SHARDED, StoredTensor
 from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
 from ckpttool.containers.pickle import Array
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import SHARDED, StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import contiguous_strides
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import some
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.base import Capabilities, ReadOptions, StoredCheckpoint, companions
 from ckpttool.formats.paddle.config import fp8_dtype
 from ckpttool.formats.paddle.sharding import end_to_end
-from ckpttool.geometry import contiguous_strides
-from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import sniff
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place
-from ckpttool.words import some
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
 

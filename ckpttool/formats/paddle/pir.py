@@ -22,8 +22,9 @@ from functools import cache
 from typing import Any
 
 from ckpttool.containers.json_stream import JsonError, JsonStream
+from ckpttool.core.files import Place
 from ckpttool.formats.paddle.program_parts import BY_PIR, Parameter, Program
-from ckpttool.storage.place import Place, readable
+from ckpttool.storage.place import readable
 
 MAGIC = "pir"
 NEWEST = 4

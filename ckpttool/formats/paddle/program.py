@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpttool.catalog import RankTensor, StoredTensor
+from ckpttool.core.catalog import RankTensor, StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
@@ -20,9 +22,7 @@ from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
 from ckpttool.formats.paddle.pir_patches import patched
 from ckpttool.formats.paddle.program_parts import FLOAT8, Parameter, Program
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, leads_away, list_source
-from ckpttool.storage.place import DataFile, Place
 
 PARAMS = ".pdiparams"
 INFO = ".pdiparams.info"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.storage.place import Place
+from ckpttool.core.files import Place
 
 
 class Element(NamedTuple):

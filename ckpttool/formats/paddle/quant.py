@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ckpttool.catalog import Key, StoredTensor
-from ckpttool.encodings import ROWS_PER_SCALE, Encoding, Moment, Span
+from ckpttool.core.catalog import Key, StoredTensor
+from ckpttool.core.encodings import ROWS_PER_SCALE, Encoding, Moment, Span
+from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.storage.place import DataFile
 
 
 def dequantise(

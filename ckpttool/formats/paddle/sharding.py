@@ -20,8 +20,8 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import FlatShard, RankTensor, StoredTensor
-from ckpttool.geometry import Box, from_flat
+from ckpttool.core.catalog import FlatShard, RankTensor, StoredTensor
+from ckpttool.core.geometry import Box, from_flat
 
 BUFFER_BYTES = 256 << 20
 """``comm_buffer_size_MB`` of Paddle's sharding_configs, unless the trainer is told otherwise."""

@@ -14,11 +14,11 @@ from typing import Any
 
 from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.containers.pickle_write import plain_pickle
+from ckpttool.core.files import DataFile
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import Training, WriteRequest, companions
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing
-from ckpttool.storage.place import DataFile
-from ckpttool.words import some
 
 SCHEDULE = "LR_Scheduler"
 """What Paddle calls the state of the learning rate in the optimizer's files."""

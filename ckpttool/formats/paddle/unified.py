@@ -23,19 +23,20 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.containers.index import gaps, index_name, set_of, shard_name
 from ckpttool.containers.safetensors import read_header, tensor_bytes
+from ckpttool.core.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard, Key, RankTensor, StoredTensor
+from ckpttool.core.files import DataFile, Place, source_files
+from ckpttool.core.mesh import MAX_WORLD, Mesh
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
 from ckpttool.formats.paddle.training import TRAINER_FILES, left_out, read_training, schedule_file, small_files
 from ckpttool.formats.paddle.unified_index import STEMS, UnifiedIndex
-from ckpttool.mesh import MAX_WORLD, Mesh
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
-from ckpttool.storage.place import DataFile, Place, read_each, source_files
+from ckpttool.storage.place import read_each
 
 _STEM = "(?P<stem>model|peft_model|master_weights|optimizer)"
 _MERGED = re.compile(_STEM + r"(?:-(?P<part>\d{5})-of-(?P<total>\d{5}))?\.safetensors\Z")

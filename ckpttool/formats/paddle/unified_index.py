@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.index import IndexRules, Settled, total_size, weight_map
+from ckpttool.core.catalog import StoredTensor
 from ckpttool.errors import CorruptError
 from ckpttool.formats.paddle.config import config_dtype
 from ckpttool.storage.listing import Listing

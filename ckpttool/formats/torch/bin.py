@@ -11,23 +11,24 @@ from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.containers.torch_zip import TorchFile, is_torch, read_torch
-from ckpttool.dtypes import nbytes
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.files import Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import auto_class
 from ckpttool.formats.torch.optimizer import Trainer, is_trainers
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.tree import ALL, select
-from ckpttool.mesh import Mesh
 from ckpttool.storage.identify import identify
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import Place, read_each
-from ckpttool.words import count, some
+from ckpttool.storage.place import read_each
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 STEM = "pytorch_model"

@@ -19,11 +19,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
 from ckpttool.containers.pickle import Record, interpret, printable
 from ckpttool.containers.torch_pickle import Tensor, vocabulary
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
+from ckpttool.core.dtypes import DTYPES, itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Entry, entries_of, read_pickle
@@ -32,12 +37,8 @@ from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.steps import newest, steps_of
-from ckpttool.geometry import Box, whole
-from ckpttool.mesh import Mesh
-from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, Place, open_file
-from ckpttool.words import some
+from ckpttool.storage.place import open_file
 
 _OWNER = "bytecheckpoint.checkpointer.meta_type"
 _FOLDERS = {"model": "model", "optimizer": COMPONENT}

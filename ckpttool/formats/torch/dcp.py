@@ -15,9 +15,14 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
 from ckpttool.containers.pickle import opened, printable
-from ckpttool.encodings import Encoding, Given
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
+from ckpttool.core.encodings import Encoding, Given
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import number_bytes
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
@@ -27,12 +32,8 @@ from ckpttool.formats.torch.dcp_names import Assigned, Held, assign, grouped
 from ckpttool.formats.torch.dcp_place import METADATA, Save, find
 from ckpttool.formats.torch.dcp_write import write_save
 from ckpttool.formats.torch.zero_files import list_of
-from ckpttool.geometry import whole
-from ckpttool.mesh import Mesh
-from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, expect
-from ckpttool.words import some
+from ckpttool.storage.place import expect
 
 _CUT = "omit it; --sharding-out sets the number of files"
 _NAMES = "save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with --only model"

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpttool.catalog import Key, StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import MAX_HEADS, TorchFile, TorchSlices
-from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.core.catalog import Key, StoredTensor
+from ckpttool.core.dtypes import itemsize, numpy_dtype
+from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Span
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, OpenFile
 
 MAX_OBJECT = 1 << 24
 """Bytes of a value that is no tensor and is read; larger ones are left out by name."""

@@ -13,14 +13,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, Piece, logical_tensor
 from ckpttool.containers.safetensors import Header, read_header
+from ckpttool.core.catalog import Catalog, Key, Piece, logical_tensor
+from ckpttool.core.geometry import whole
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.config import whole_number
 from ckpttool.formats.torch.dcp_place import config_of
-from ckpttool.geometry import whole
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import read_each
 

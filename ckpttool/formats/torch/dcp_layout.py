@@ -15,14 +15,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple, overload
 from zlib import crc32
 
-from ckpttool.catalog import RankTensor
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.dtypes import numpy_dtype
+from ckpttool.core.geometry import Box
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_metadata import Chunk, Span
-from ckpttool.geometry import Box
 
 _TOP = "archive"
 _ALIGNMENT = 64

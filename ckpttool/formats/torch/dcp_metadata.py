@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.containers.pickle import Global, Machine, Record, interpret, opened, printable
 from ckpttool.containers.pickle_write import Call, Instance, Once, Pairs, Stateful, plain_pickle
 from ckpttool.containers.torch_pickle import BY_TORCH, TORCH_DTYPE, vocabulary
+from ckpttool.core.files import Place
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import CorruptError, UnsupportedError
-from ckpttool.geometry import Box, whole
-from ckpttool.storage.place import Place
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 CLASS = f"{_CLASSES}.Metadata"
@@ -40,7 +40,7 @@ class Described(NamedTuple):
     """A tensor."""
 
     dtype: str
-    """As in ckpttool.dtypes; torch's name of one that is not there."""
+    """As in ckpttool.core.dtypes; torch's name of one that is not there."""
     shape: Size
     chunks: Sequence[Chunk]
 

@@ -17,16 +17,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import Key
 from ckpttool.containers.pickle import printable
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.catalog import Key
+from ckpttool.core.dtypes import DTYPES
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.dcp_metadata import Described, Entry
 from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.states import STEP
-from ckpttool.words import some
 
 ALL = "."
 """The --select of every tensor, under names with all their keys."""

@@ -10,10 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ckpttool.core.files import Place
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import Place, open_file
-from ckpttool.words import count, some
+from ckpttool.storage.place import open_file
 
 METADATA = ".metadata"
 _COMMON = "common.pt"

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor, RankTensors
+from ckpttool.core.catalog import RankTensor, RankTensors
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
 from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
 from ckpttool.formats.torch.dcp_names import KEYS, SaveKeys
 from ckpttool.formats.torch.dcp_place import METADATA
-from ckpttool.geometry import Box, whole
-from ckpttool.words import some
 
 Path = tuple[str | int, ...]
 Boxes = tuple[tuple[Box, Box], ...]

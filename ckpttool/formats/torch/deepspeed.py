@@ -27,11 +27,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import FlatShard, Key, StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.core.catalog import FlatShard, Key, StoredTensor
+from ckpttool.core.files import DataFile
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch import zero_experts, zero_files
@@ -40,8 +42,7 @@ from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
 from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, read_each
-from ckpttool.words import count, some
+from ckpttool.storage.place import read_each
 
 POINTER = "latest"
 _OPTIM_STATES = re.compile(r"(?P<kind>(?:[a-z0-9]+_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt\Z")

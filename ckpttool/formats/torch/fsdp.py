@@ -18,11 +18,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NoReturn
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.torch_pickle import Storage, Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.encodings import Encoding, Given
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
+from ckpttool.core.encodings import Encoding, Given
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import whole
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import STEP, number_bytes
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.torch.numbered import Number, names_of, unknown
@@ -30,12 +35,8 @@ from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
 from ckpttool.formats.torch.placement import Part, parts_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.steps import newest, steps_of
-from ckpttool.geometry import whole
-from ckpttool.mesh import Mesh
-from ckpttool.states import STEP, number_bytes
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, read_each
-from ckpttool.words import some
+from ckpttool.storage.place import read_each
 
 _FILE = re.compile(r"(?P<stem>[\w.-]*?)[_.-]?world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.(pt|pth|bin)\Z")
 _LOCAL = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d{1,9}\.bin\Z")

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.containers.torch_zip import read_torch
-from ckpttool.dtypes import DTYPES
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import DTYPES
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, IncompleteError, UsageError, found_as
 from ckpttool.formats import base
 from ckpttool.formats.config import config_fields
@@ -23,7 +24,6 @@ from ckpttool.formats.torch import meta_llama4
 from ckpttool.formats.torch.meta_params import config_of, params_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.tree import select
-from ckpttool.mesh import Mesh
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import Listing, is_index
 from ckpttool.storage.place import read_each

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.formats.torch.meta_numbers import cannot, hidden_rows, number, rate, real
-from ckpttool.words import some
 
 KINDS = ("llama4", "llama4_text")
 """``model_type`` with and without the tower for images."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpttool.core.words import some
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.config import config_fields
 from ckpttool.formats.torch import meta_llama4
 from ckpttool.formats.torch.meta_numbers import cannot, hidden_rows, number, rate, real
-from ckpttool.words import some
 
 _META = {"multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "rope_scaling_factor"}
 _MISTRAL = {"head_dim", "hidden_dim", "sliding_window", "moe", "model_type"}

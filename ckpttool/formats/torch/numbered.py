@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from ckpttool.words import count
+from ckpttool.core.words import count
 
 Shape = tuple[int, ...]
 Number = int | str

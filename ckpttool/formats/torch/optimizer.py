@@ -17,21 +17,21 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.dtypes import itemsize
-from ckpttool.encodings import Encoding, Given
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.encodings import Encoding, Given
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import contiguous_strides
+from ckpttool.core.optimizer_states import number_bytes
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ModelForm, ParamGroup, Share, StoredCheckpoint, Training
 from ckpttool.formats.torch.numbered import Doubt, Groups, Number, Shape, deal, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.geometry import contiguous_strides
-from ckpttool.states import number_bytes
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile
-from ckpttool.words import some
 
 COMPONENT = "optimizer"
 MASTER = "the master weight"

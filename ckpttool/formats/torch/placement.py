@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global, Record, printable
 from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
-from ckpttool.geometry import Box, whole
 
 Boxes = tuple[tuple[Box, Box], ...]
 """(box in a rank's tensor, box in the whole one)."""

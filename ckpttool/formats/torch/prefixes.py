@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError
-from ckpttool.words import some
 
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """Modules that hold another one and nothing else: torch.compile, FSDP1, activation checkpointing, Lightning."""

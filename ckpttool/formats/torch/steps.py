@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 
 from ckpttool.containers.pickle import printable
+from ckpttool.core.words import some
 from ckpttool.errors import IncompleteError
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import open_file
-from ckpttool.words import some
 
 _STEP = re.compile(r"global_step_(\d{1,18})\Z")
 _MARK = "latest_checkpointed_iteration.txt"

@@ -10,8 +10,8 @@ from typing import Any
 
 from ckpttool.containers.pickle import Array, Record, printable
 from ckpttool.containers.torch_pickle import Storage, Tensor
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.words import some
 
 _NODES = (dict, list, tuple)
 _KINDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_", "torch.nn.parameter.")

@@ -21,21 +21,22 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import FlatShard, Key, StoredTensor
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
+from ckpttool.core.catalog import FlatShard, Key, StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.torch import zero_files
 from ckpttool.formats.torch.universal_write import MASTER, OPTIMIZER, POINTER, write_universal
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
-from ckpttool.mesh import Mesh
-from ckpttool.states import STEP
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, Place, read_each, scan
-from ckpttool.words import some
+from ckpttool.storage.place import read_each, scan
 
 
 class Universal:

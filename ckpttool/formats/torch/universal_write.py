@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from ckpttool.catalog import RankTensor
 from ckpttool.containers.pickle_write import Call, Hole
 from ckpttool.containers.torch_write import lay_out_torch
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.optimizer_states import STEP
+from ckpttool.core.words import count, some
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.zero_files import STRUCTURE
-from ckpttool.states import STEP
-from ckpttool.words import count, some
 
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"

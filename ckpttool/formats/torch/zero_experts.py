@@ -15,15 +15,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ckpttool.catalog import StoredTensor
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import read_torch
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import DataFile
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.torch.zero_files import ModelStates, refuse_tensor_parallel
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, read_each
-from ckpttool.words import count, some
+from ckpttool.storage.place import read_each
 
 _WEIGHTS = re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt\Z")

@@ -21,19 +21,20 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
-from ckpttool.catalog import SHARDED, FlatShard, Key, StoredTensor, packed_shards
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import is_plain
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import SHARDED, FlatShard, Key, StoredTensor, packed_shards
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.torch.prefixes import strip_prefixes
-from ckpttool.mesh import Mesh
 from ckpttool.storage.listing import Listing, list_source
-from ckpttool.storage.place import DataFile, Place, scan
-from ckpttool.words import count, some
+from ckpttool.storage.place import scan
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 _POINTER_LIMIT = 4096

@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile
+from ckpttool.core.geometry import contiguous_strides
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint, Training
 from ckpttool.formats.torch.optimizer import (
@@ -30,7 +31,6 @@ from ckpttool.formats.torch.optimizer import (
     parameters_of,
     refuse,
 )
-from ckpttool.geometry import contiguous_strides
 
 KEY = "optimizer"
 _INNER, _MASTERS, _FLAT = "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"

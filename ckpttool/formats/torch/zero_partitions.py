@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import FlatShard, StoredTensor
 from ckpttool.containers.pickle import Record, printable
 from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile
+from ckpttool.core.catalog import FlatShard, StoredTensor
+from ckpttool.core.files import Place
+from ckpttool.core.optimizer_states import STEP
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ParamGroup
 from ckpttool.formats.torch.zero_files import Run, cut, list_of, values_of
-from ckpttool.states import STEP
-from ckpttool.storage.place import Place, read_each
+from ckpttool.storage.place import read_each
 
 _ORDER = {"exp_avg": 0, "exp_avg_sq": 1}
 _ONE_SAVE = "the files are not of one save, or this kind of save is not known"

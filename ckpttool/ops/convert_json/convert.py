@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.answers.findings import ERROR, PROGRAM
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
+from ckpttool.core.files import Place
+from ckpttool.core.geometry import whole
+from ckpttool.core.plan import Plan
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError, UsageError, VerifyError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.verification import Checks, Verification
-from ckpttool.findings import ERROR, PROGRAM
 from ckpttool.formats import paddle
 from ckpttool.formats.base import FileLayout, ReadOptions, build_files, file_now
 from ckpttool.formats.hf import layout_published
 from ckpttool.formats.registry import read_source
-from ckpttool.geometry import whole
-from ckpttool.plan import Plan
-from ckpttool.planner import build_plan
-from ckpttool.relate import EqualPair, identity
-from ckpttool.storage.place import Place
+from ckpttool.planning.planner import build_plan
+from ckpttool.planning.relate import EqualPair, identity
 
 METADATA = "ckpttool.program"
 """Key of the safetensors metadata that keeps the way back, as JSON."""

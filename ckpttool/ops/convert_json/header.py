@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
+from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
 from ckpttool.execute.destinations.local import SLACK
 from ckpttool.execute.files import PIECE, create, span, write_error
 from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
 from ckpttool.storage import system
-from ckpttool.storage.place import DataFile, Place, is_same, readable
+from ckpttool.storage.place import is_same, readable
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.answers.findings import CheckResult
+from ckpttool.answers.index_checks import (
+    ExaminedFile,
+    check_duplicates,
+    check_mapping,
+    check_numbers,
+    counted,
+    parse_index,
+)
 from ckpttool.containers.index import (
     LOADED,
     NUMBERED,
@@ -34,14 +42,15 @@ from ckpttool.containers.index import (
     weight_map,
 )
 from ckpttool.containers.safetensors import Header, examine, read_header
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import Place
+from ckpttool.core.words import natural
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError
-from ckpttool.findings import CheckResult
 from ckpttool.formats.base import ReadOptions
 from ckpttool.formats.registry import READERS, choose
-from ckpttool.index_checks import ExaminedFile, check_duplicates, check_mapping, check_numbers, counted, parse_index
 from ckpttool.ops.convert_json.durable import replace_all, resolved
-from ckpttool.storage.listing import Listing, list_source, natural
-from ckpttool.storage.place import Place, local_path, read_all
+from ckpttool.storage.listing import Listing, list_source
+from ckpttool.storage.place import local_path, read_all
 
 WRITTEN, RIGHT, NONE_NEEDED = "written", "right", "none needed"
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from ckpttool.answers.index_checks import explain_total
 from ckpttool.checkpoint import OpenOptions
+from ckpttool.core.files import AnyPlace
+from ckpttool.core.mesh import Mesh, default_etp
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.formats.hf import indexes_of
-from ckpttool.index_checks import explain_total
 from ckpttool.layout.shapes import check_sizes
-from ckpttool.mesh import Mesh, default_etp
 from ckpttool.ops.fp8_size.cache import Cache, cache_of
 from ckpttool.ops.fp8_size.devices import Device
 from ckpttool.ops.fp8_size.model import Model, load
@@ -20,7 +21,7 @@ from ckpttool.ops.fp8_size.resident import Ranks, partition
 from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
 from ckpttool.ops.fp8_size.training import Training, training_of
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import AnyPlace, parse_place
+from ckpttool.storage.place import parse_place
 
 BY = ("class", "dtype", "module", "tensor")
 """What --by may say."""

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.cache import Kept, kept_layers
-from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.model import Model
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")

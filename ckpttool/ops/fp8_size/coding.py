@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.dtypes import lookup, nbytes
+from ckpttool.core.dtypes import lookup, nbytes
 from ckpttool.quant.coded import Coded
 from ckpttool.quant.scheme import GROUP, Form, Scheme
 

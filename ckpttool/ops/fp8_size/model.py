@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, OpenOptions, assemble, open_checkpoint, refuse_empty
-from ckpttool.dtypes import lookup
+from ckpttool.core.dtypes import lookup
+from ckpttool.core.files import Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import quantization
@@ -18,12 +19,11 @@ from ckpttool.layout.names import split_numbers
 from ckpttool.layout.packed import Packing, Part, find_packing
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.layout.statements import Transform, inverse
+from ckpttool.planning.relate import apply_transforms, identity
 from ckpttool.quant.coded import Codes, find_codes
 from ckpttool.quant.keep import Weight, is_conv1d
-from ckpttool.relate import apply_transforms, identity
 from ckpttool.storage.json_file import TooLargeError, load_json
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import Place
 from ckpttool.targeting.recode import high_precision
 
 CONFIG = "config.json"

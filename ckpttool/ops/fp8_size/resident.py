@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.mesh import Coords, Mesh, share
 from ckpttool.errors import LayoutError
 from ckpttool.layout.assemble import is_bias, no_rule
 from ckpttool.layout.family import Family
 from ckpttool.layout.names import split_numbers
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Rule, local_boxes, parse_rule
 from ckpttool.layout.statements import matches
-from ckpttool.mesh import Coords, Mesh, share
 from ckpttool.ops.fp8_size.coding import Coding
 from ckpttool.ops.fp8_size.model import Model
 from ckpttool.ops.fp8_size.stored import Applied

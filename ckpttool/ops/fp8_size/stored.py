@@ -8,8 +8,9 @@ from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import RankTensor
-from ckpttool.dtypes import DTYPES, nbytes
+from ckpttool.core.catalog import RankTensor
+from ckpttool.core.dtypes import DTYPES, nbytes
+from ckpttool.core.files import DataFile
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import StoredCheckpoint, WriteRequest
 from ckpttool.formats.hf import FileNames
@@ -21,7 +22,6 @@ from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
 from ckpttool.quant.config import said, section
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
-from ckpttool.storage.place import DataFile
 
 AS_IS, PLAIN = "as-is", "bf16"
 CHOICES = (AS_IS, PLAIN, *RECIPES)

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckpttool.core.mesh import Mesh
 from ckpttool.errors import UsageError
-from ckpttool.mesh import Mesh
 from ckpttool.ops.fp8_size.resident import Weights
 
 BYTES = {"bf16": 2, "fp32": 4, "none": 0}

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ckpttool.containers.safetensors import read_header
+from ckpttool.core.files import AnyPlace, source_files
+from ckpttool.core.words import count
 from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.runs import RunError, named_saves, step_of
 from ckpttool.ops.inspect.listing import Choice, FileRow, Listing, file_rows, is_safetensors, list_tensors, relative
 from ckpttool.storage.listing import WEIGHTS, list_source
-from ckpttool.storage.place import AnyPlace, number, parse_place, read_each, source_files
-from ckpttool.words import count
+from ckpttool.storage.place import number, parse_place, read_each
 
 if TYPE_CHECKING:
+    from ckpttool.answers.findings import CheckResult, ImportsResult
     from ckpttool.execute import Progress
     from ckpttool.execute.fleets.base import Fleet
-    from ckpttool.findings import CheckResult, ImportsResult
     from ckpttool.ops.inspect.diff import DiffResult, Tolerance
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.runs import RunListing

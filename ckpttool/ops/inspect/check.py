@@ -22,28 +22,36 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.answers.findings import ERROR, CheckResult, Finding
+from ckpttool.answers.index_checks import (
+    ExaminedFile,
+    Index,
+    check_duplicates,
+    check_mapping,
+    check_numbers,
+    parse_index,
+)
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.containers.index import IndexRules, index_name, is_member, set_of, sets_of
 from ckpttool.containers.safetensors import examine
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import AnyPlace, DataFile, Place, source_files
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, LayoutError, UnsupportedError
 from ckpttool.execute import Progress
 from ckpttool.execute.hashing import ALGORITHM, hash_range
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads
-from ckpttool.findings import ERROR, CheckResult, Finding
 from ckpttool.formats.base import ChecksItself, OpenOptions, Reader, StoredCheckpoint
 from ckpttool.formats.hf import NOT_WEIGHTS, indexes_of
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import choose, is_multi_part, reader
 from ckpttool.formats.runs import RunError
-from ckpttool.index_checks import ExaminedFile, Index, check_duplicates, check_mapping, check_numbers, parse_index
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
 from ckpttool.ops.inspect.soundness import Named, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
-from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place, source_files
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

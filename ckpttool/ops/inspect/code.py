@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ckpttool.answers.findings import Finding
+from ckpttool.core.files import Place
+from ckpttool.core.words import count, some
 from ckpttool.errors import CkptError
-from ckpttool.findings import Finding
 from ckpttool.storage.listing import PICKLES, Listing
-from ckpttool.storage.place import Place
-from ckpttool.words import count, some
 
 CONFIGS = (
     "config.json",

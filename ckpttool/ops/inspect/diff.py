@@ -14,23 +14,31 @@ from dataclasses import dataclass, field, replace
 from math import isnan, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.catalog import Catalog, Key, in_order
 from ckpttool.checkpoint import Checkpoint, refuse_empty
-from ckpttool.dtypes import itemsize, lookup
+from ckpttool.core.catalog import Catalog, Key, in_order
+from ckpttool.core.dtypes import itemsize, lookup
+from ckpttool.core.files import AnyPlace, DataFile, Place
+from ckpttool.core.geometry import Box
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, catalog_of, read_view, view_reads
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.base import OpenOptions
-from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Array, Distance, differs, differs_in_bits, first_index
 from ckpttool.layout.statements import inverse
 from ckpttool.ops.inspect.drift import Apart, Drift, drift, layer_of, place
 from ckpttool.ops.inspect.listing import check_components, wanted_names
 from ckpttool.ops.inspect.source import join, read
-from ckpttool.relate import DerivedTensor, TensorTable, apply_transforms, identity, parameters, propagate_to_component
-from ckpttool.storage.place import AnyPlace, DataFile, Place, parse_place
+from ckpttool.planning.relate import (
+    DerivedTensor,
+    TensorTable,
+    apply_transforms,
+    identity,
+    parameters,
+    propagate_to_component,
+)
+from ckpttool.storage.place import parse_place
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

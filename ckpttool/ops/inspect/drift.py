@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
 
-from ckpttool.catalog import COMPONENTS
-from ckpttool.layers import by_layer, relative
-from ckpttool.names import Location, locate
+from ckpttool.answers.by_layer import by_layer, relative
+from ckpttool.core.catalog import COMPONENTS
+from ckpttool.core.tensor_names import Location, locate
 
 
 class Apart(NamedTuple):

@@ -12,11 +12,11 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Key, LogicalTensor
-from ckpttool.geometry import Box
-from ckpttool.names import SLOT, templates
+from ckpttool.core.catalog import Key, LogicalTensor
+from ckpttool.core.geometry import Box
+from ckpttool.core.tensor_names import SLOT, templates
+from ckpttool.core.words import ranges
 from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
-from ckpttool.words import ranges
 
 Ranks = tuple[int, ...]
 Which = tuple[tuple[str, tuple[int, ...]], ...]

@@ -15,8 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalog import in_order
-from ckpttool.dtypes import lookup
+from ckpttool.core.catalog import in_order
+from ckpttool.core.dtypes import lookup
 from ckpttool.errors import CkptError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpttool.answers.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, is_zip_without_pickles, named
+from ckpttool.core.files import AnyPlace, Place
 from ckpttool.errors import UsageError
-from ckpttool.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
 from ckpttool.storage.listing import list_source
-from ckpttool.storage.place import AnyPlace, Place, parse_place, walk
+from ckpttool.storage.place import parse_place, walk
 from ckpttool.storage.tar import TarPlace, is_tar
 
 _ZIP = b"PK\x03\x04"

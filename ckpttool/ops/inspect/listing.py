@@ -11,17 +11,18 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.catalog import SHARDED, Catalog, StoredTensor, in_order, is_derived
 from ckpttool.containers.safetensors import read_header
-from ckpttool.dtypes import nbytes, parse
+from ckpttool.core.catalog import SHARDED, Catalog, StoredTensor, in_order, is_derived
+from ckpttool.core.dtypes import nbytes, parse
+from ckpttool.core.files import AnyPlace, DataFile, Place, source_files
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.patterns import matching
+from ckpttool.core.tensor_names import natural_order
 from ckpttool.errors import LayoutError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.paddle import PARAMS
-from ckpttool.mesh import Mesh
-from ckpttool.names import natural_order
 from ckpttool.ops.inspect.source import join, read
-from ckpttool.select import matching
-from ckpttool.storage.place import AnyPlace, DataFile, Place, name_below, parse_place, source_files
+from ckpttool.storage.place import name_below, parse_place
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint

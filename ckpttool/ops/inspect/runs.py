@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.answers.findings import ERROR, SEVERITY
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.words import natural, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
-from ckpttool.findings import ERROR, SEVERITY
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import run_at
 from ckpttool.formats.runs import Run, Save, is_run, names_in, unwritten
-from ckpttool.mesh import Mesh
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
-from ckpttool.storage.listing import WEIGHTS, natural
-from ckpttool.storage.place import AnyPlace, Held, Place, held_in, parse_place, scan
-from ckpttool.words import some
+from ckpttool.storage.listing import WEIGHTS
+from ckpttool.storage.place import Held, held_in, parse_place, scan
 
 _BROKEN = (IncompleteError, CorruptError, ConflictError)
 """What is wrong with a checkpoint that is not complete; anything else is not known to be wrong."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpttool.core.files import Place
 from ckpttool.errors import IncompleteError, UnsupportedError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import read_source
-from ckpttool.storage.place import Place
 
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint

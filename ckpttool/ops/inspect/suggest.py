@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpttool.core.words import count, some
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.config import HEADS, LAYERS, config_places, whole_number
 from ckpttool.layout.family import load_family
@@ -19,7 +20,6 @@ from ckpttool.layout.nearest import Kind, Nearest, kind_of, nearest
 from ckpttool.layout.rules import parse_rule
 from ckpttool.layout.sizes import SizeSpec
 from ckpttool.layout.spec import FamilySpec
-from ckpttool.words import count, some
 
 _MOST_LINES = 2000
 """Kinds of tensors; more are no model, but names with hashes in them."""

@@ -11,18 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpttool.catalog import LogicalTensor
+from ckpttool.answers.findings import CheckResult
+from ckpttool.core.catalog import LogicalTensor
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.words import ranges
 from ckpttool.errors import AccessError, CkptError, UsageError
 from ckpttool.execute import Progress
-from ckpttool.findings import CheckResult
 from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.check import check
 from ckpttool.ops.inspect.diff import DiffResult, Tolerance, diff
 from ckpttool.ops.inspect.holdings import Layout, layout_of
 from ckpttool.ops.inspect.listing import Choice, Holders, Listing, holders_of, list_tensors
 from ckpttool.ops.inspect.values import Values, Wanted, measure
-from ckpttool.storage.place import AnyPlace, Place, parse_place
-from ckpttool.words import ranges
+from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet

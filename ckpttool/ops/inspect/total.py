@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog import Catalog, Key
-from ckpttool.dtypes import itemsize, lookup
+from ckpttool.core.catalog import Catalog, Key
+from ckpttool.core.dtypes import itemsize, lookup
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, catalog_of, read_view, view_reads
@@ -24,7 +24,7 @@ from ckpttool.ops.inspect.diff import Found, side
 from ckpttool.ops.inspect.listing import Listing
 from ckpttool.ops.inspect.soundness import Named, heads
 from ckpttool.ops.inspect.values import Array, digest
-from ckpttool.relate import DerivedTensor
+from ckpttool.planning.relate import DerivedTensor
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

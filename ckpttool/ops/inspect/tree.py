@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import in_order
-from ckpttool.names import SLOT, printable, templates
+from ckpttool.core.catalog import in_order
+from ckpttool.core.tensor_names import SLOT, printable, templates
+from ckpttool.core.words import natural, ranges
 from ckpttool.ops.inspect.listing import Row
-from ckpttool.storage.listing import natural
-from ckpttool.words import ranges
 
 LEVELS = 100
 """Levels of the tree. What a name has beyond them stands on one line; names that are published have ten."""

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor
 from ckpttool.checkpoint import refuse_empty
-from ckpttool.dtypes import itemsize, lookup
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor
+from ckpttool.core.dtypes import itemsize, lookup
+from ckpttool.core.geometry import Box
+from ckpttool.core.patterns import nearest_hint
 from ckpttool.errors import UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, catalog_of, read_tensor, tensor_reads
 from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
-from ckpttool.geometry import Box
 from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector
 from ckpttool.ops.inspect.listing import Listing, Row
-from ckpttool.select import nearest_hint
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, is_derived
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.containers.torch_zip import member_sums
-from ckpttool.dtypes import CASTABLE, itemsize, lookup
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Pad, Piece, StoredTensor, is_derived
+from ckpttool.core.dtypes import CASTABLE, itemsize, lookup
+from ckpttool.core.files import source_files
+from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import CkptError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import (
@@ -29,13 +31,11 @@ from ckpttool.execute.compare import (
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.config import ties_head
-from ckpttool.geometry import Box, whole
 from ckpttool.kernels.stats import Health
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
-from ckpttool.relate import DerivedTensor, permute
+from ckpttool.planning.relate import DerivedTensor, permute
 from ckpttool.storage.listing import content
-from ckpttool.storage.place import source_files
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ import numpy as np
 
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
 from ckpttool.adapters.base import Adapter, Term
-from ckpttool.catalog import Catalog
+from ckpttool.core.catalog import Catalog
+from ckpttool.core.dtypes import CASTABLE, itemsize
+from ckpttool.core.plan import Adapted, LowRank, Operand
 from ckpttool.dialects import dialect
-from ckpttool.dtypes import CASTABLE, itemsize
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute.blocks import BLOCK
 from ckpttool.execute.compare import read_view
@@ -23,10 +24,9 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Rename, inverse
 from ckpttool.ops.merge.models import Model, Models
-from ckpttool.plan import Adapted, LowRank, Operand
-from ckpttool.planner import Operands
+from ckpttool.planning.planner import Operands
+from ckpttool.planning.relate import DerivedTensor
 from ckpttool.recipe.model import ModelRef
-from ckpttool.relate import DerivedTensor
 
 
 class Adaptations:

@@ -15,15 +15,15 @@ from typing import Any
 
 import yaml
 
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.tensor_names import printable
+from ckpttool.core.words import count, short
 from ckpttool.kernels.merge import METHODS
-from ckpttool.names import printable
 from ckpttool.ops.merge.distances import NUMBERS, Distances
 from ckpttool.ops.merge.origins import Group, parameters_of, some_names
 from ckpttool.ops.merge.provenance import Provenance
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
-from ckpttool.storage.place import DataFile, Place
 from ckpttool.version import __version__
-from ckpttool.words import count, short
 
 NAME = "README.md"
 _BEGIN, _END = "<!-- ckpttool merge: begin -->", "<!-- ckpttool merge: end -->"

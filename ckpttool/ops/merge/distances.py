@@ -20,9 +20,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpttool.answers.by_layer import Join, Positions, relative, share
+from ckpttool.core.tensor_names import natural_order
 from ckpttool.kernels.merge.measure import Measured
-from ckpttool.layers import Join, Positions, relative, share
-from ckpttool.names import natural_order
 
 Known = list[float | None]
 """One number for each tensor; None where there is none."""

@@ -9,8 +9,9 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from ckpttool.catalog import Key, LogicalTensor
-from ckpttool.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.catalog import Key, LogicalTensor
+from ckpttool.core.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.files import Place
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import is_part
@@ -19,7 +20,6 @@ from ckpttool.ops.merge.models import Model
 from ckpttool.ops.merge.words import VocabularyPlan, has_vocabulary
 from ckpttool.quant.config import DTYPE_FIELDS, mapped_fields
 from ckpttool.storage.json_file import indented, load_json
-from ckpttool.storage.place import Place
 from ckpttool.targeting.recode import high_precision
 from ckpttool.vocabulary.read import read_vocabulary
 

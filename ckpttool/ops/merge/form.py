@@ -12,15 +12,15 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from ckpttool.catalog import Key, LogicalTensor, Piece
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.dtypes import itemsize
+from ckpttool.core.catalog import Key, LogicalTensor, Piece
+from ckpttool.core.dtypes import itemsize
+from ckpttool.core.geometry import Box, whole
 from ckpttool.formats.registry import writer
-from ckpttool.geometry import Box, whole
 from ckpttool.layout.family import Family
 from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.layout.statements import Fuse, Rename, Transform, inverse
-from ckpttool.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
+from ckpttool.planning.relate import NONE, DerivedTensor, Region, TensorTable, apply_transforms
 
 """The parameters of one inference program in several versions stay those of the program."""
 

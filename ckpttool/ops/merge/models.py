@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
+from ckpttool.core.catalog import Catalog, Key
+from ckpttool.core.files import DataFile
+from ckpttool.core.plan import Operand
+from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.registry import reader
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.statements import Transform, inverse
 from ckpttool.ops.merge.ties import tied_names, under_one_name, without_copies
-from ckpttool.plan import Operand
-from ckpttool.planner import Operands
-from ckpttool.quant.coded import Coded, find_codes
-from ckpttool.recipe.model import ModelRef
-from ckpttool.relate import (
+from ckpttool.planning.planner import Operands
+from ckpttool.planning.relate import (
     DerivedTensor,
     TensorTable,
     Tied,
@@ -26,9 +26,10 @@ from ckpttool.relate import (
     parameters,
     propagate_to_component,
 )
-from ckpttool.storage.place import DataFile, parse_place
+from ckpttool.quant.coded import Coded, find_codes
+from ckpttool.recipe.model import ModelRef
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.recode import high_precision, scaled
-from ckpttool.words import some
 
 
 @dataclass(slots=True)

@@ -7,14 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.plan import Compute, Gathered, Operand, Plan
+from ckpttool.core.tensor_names import fold
+from ckpttool.core.words import count
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Parameter
-from ckpttool.names import fold
-from ckpttool.plan import Compute, Gathered, Operand, Plan
 from ckpttool.recipe.model import ModelRef
 from ckpttool.storage.place import parse_place
-from ckpttool.words import count
 
 _SHOWN = 6
 """Names of tensors that are shown of a group."""

@@ -12,9 +12,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.adapters import changed_parts
-from ckpttool.catalog import Catalog, Key
 from ckpttool.checkpoint import Checkpoint, OpenOptions, open_checkpoint
-from ckpttool.dtypes import parse
+from ckpttool.core.catalog import Catalog, Key
+from ckpttool.core.dtypes import parse
+from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.mesh import Mesh
+from ckpttool.core.patterns import compile_pattern
+from ckpttool.core.plan import Plan, Randomness
+from ckpttool.core.words import count, natural, some
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.verification import Verification
@@ -26,7 +31,6 @@ from ckpttool.kernels.merge.draws import require_torch
 from ckpttool.kernels.merge.sparse import drawing
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import pick_family
-from ckpttool.mesh import Mesh
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
 from ckpttool.ops.merge.fields import in_line
@@ -36,13 +40,10 @@ from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, P
 from ckpttool.ops.merge.renumber import restacked
 from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
 from ckpttool.ops.merge.words import VocabularyPlan
-from ckpttool.plan import Plan, Randomness
-from ckpttool.planner import Computed
+from ckpttool.planning.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import resolve
-from ckpttool.select import compile_pattern
-from ckpttool.storage.listing import natural
-from ckpttool.storage.place import AnyPlace, Place, parse_place
+from ckpttool.storage.place import parse_place
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.prediction import settled
@@ -51,7 +52,6 @@ from ckpttool.targeting.select import Selection
 from ckpttool.targeting.target import Target
 from ckpttool.targeting.verify import look_through
 from ckpttool.vocabulary.read import TOKENIZER_FILES
-from ckpttool.words import count, some
 
 if TYPE_CHECKING:  # of a card and a report, which are rarely asked for
     from ckpttool.execute.measuring import Measurement

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpttool.core.plan import Compute, Plan
 from ckpttool.execute.hashing import ALGORITHM, hasher
-from ckpttool.plan import Compute, Plan
 from ckpttool.version import __version__
 
 RECORD = "ckpttool.merge.json"

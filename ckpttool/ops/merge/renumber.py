@@ -13,6 +13,7 @@ from copy import deepcopy
 from itertools import product
 from typing import Any, NamedTuple
 
+from ckpttool.core.words import some
 from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.formats.config import LAYERS, PREDICTION, is_part
 from ckpttool.layout.assemble import LAYER
@@ -23,7 +24,6 @@ from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, st
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
-from ckpttool.words import some
 
 Config = dict[str, Any]
 _NUMBERS = re.compile(r"[\s,]*\d{1,9}(?:[\s,]+\d{1,9})*[\s,]*")

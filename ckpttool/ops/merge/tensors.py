@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
-from ckpttool.dtypes import CASTABLE, lookup
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
+from ckpttool.core.dtypes import CASTABLE, lookup
+from ckpttool.core.patterns import compile_pattern
+from ckpttool.core.plan import Compute, Gathered, Operand, Run, shape_of
 from ckpttool.errors import ConflictError
 from ckpttool.execute.compare import compare_one, read_view
 from ckpttool.kernels.merge import METHODS
@@ -17,11 +19,9 @@ from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.models import Models
 from ckpttool.ops.merge.words import VocabularyPlan, has_vocabulary
-from ckpttool.plan import Compute, Gathered, Operand, Run, shape_of
-from ckpttool.planner import Operands
+from ckpttool.planning.planner import Operands
 from ckpttool.recipe.model import ModelRef
 from ckpttool.recipe.resolve import Merged, Resolved
-from ckpttool.select import compile_pattern
 
 Missing = Literal["", "base", "skip"]
 Vocab = Literal["", "min", "max", "base"]

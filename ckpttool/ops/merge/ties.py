@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import reduce
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.patterns import compile_pattern
 from ckpttool.formats.config import EMBEDDINGS, HEADS, ties_head
 from ckpttool.layout.family import Family
 from ckpttool.layout.statements import Rename
 from ckpttool.layout.ties import class_ties
-from ckpttool.relate import TensorTable
-from ckpttool.select import compile_pattern
+from ckpttool.planning.relate import TensorTable
 
 _HEADS = (
     *HEADS,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpttool.core.plan import Operand, shape_of
 from ckpttool.errors import IncompleteError
 from ckpttool.ops.merge.models import Model, Models
-from ckpttool.plan import Operand, shape_of
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe
 from ckpttool.recipe.model import TokenRule as Asked
 from ckpttool.storage.place import parse_place

@@ -10,8 +10,8 @@ import re
 import textwrap
 from pathlib import Path
 
+from ckpttool.answers.findings import SEVERITY
 from ckpttool.errors import UsageError
-from ckpttool.findings import SEVERITY
 
 _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")

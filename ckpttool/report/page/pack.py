@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.core.tensor_names import SLOT, locate, templates
 from ckpttool.errors import plain
-from ckpttool.names import SLOT, locate, templates
 
 if TYPE_CHECKING:
     from ckpttool.report.page.document import Column, Tensors

@@ -15,13 +15,14 @@ import trustme
 from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, generate_container_sas
 
 import ckpttool
+from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.destinations import objects as written
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.storage import objects, s3
 from ckpttool.storage.http import Client, client, using
-from ckpttool.storage.place import DataFile, open_file, parse_place, read_all, scan, walk
+from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.execute.plans import expected, reshard
 from tests.execute.test_objects import with_small_files
 from tests.helpers.bare_reads import bare_reads

@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ckpttool.storage.listing import natural
-from ckpttool.words import ranges
+from ckpttool.core.words import natural, ranges
 
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,17})(?=[.\n])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
@@ -41,8 +42,6 @@ def some(names: Collection[str], most: int = 3) -> str:
 
 def parse_size(text: str, option: str) -> int:
     """``5GB``, ``512MiB``, ``64M`` or a number of bytes. KB, MB, GB are powers of 1000; KiB, MiB, GiB of 1024."""
-    import re
-
     m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m or (m[3] and not m[2]):
         raise UsageError(f"{option} `{text}` is not a size", hint="write 5GB, 512MiB or a number of bytes")
@@ -55,8 +54,6 @@ def parse_size(text: str, option: str) -> int:
 
 def parse_count(text: str, option: str) -> int:
     """``32768``, ``32,768`` or ``32k``: as in the names of models, k is 1024 and m is 1024 x 1024."""
-    import re
-
     m = re.fullmatch(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([km]?)\s*", text.lower())
     value = float(re.sub("[,_]", "", m[1])) * 1024 ** " km".index(m[2] or " ") if m else 0.0
     if not value.is_integer() or not 1 <= value < 1 << 53:
@@ -122,3 +119,8 @@ def ranges(numbers: Iterable[int], dash: str = "..") -> str:
         else:
             runs.append([n, n])
     return ",".join([str(a) if a == b else f"{a}{dash}{b}" for a, b in runs])
+
+
+def natural(name: str) -> list[Any]:
+    """Sort key with numbers as numbers (strings and numbers alternate, so keys always compare)."""
+    return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ckpttool.names import SLOT, locate, templates
+from ckpttool.core.tensor_names import SLOT, locate, templates
 
 Positions = Sequence[int]
 Join = Callable[[Positions], float | None]

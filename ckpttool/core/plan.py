@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, TypeVar, overload
 
-from ckpttool.dtypes import itemsize, lookup
-from ckpttool.encodings import Contents, Encoding, Given
+from ckpttool.core.dtypes import itemsize, lookup
+from ckpttool.core.encodings import Contents, Encoding, Given
 from ckpttool.errors import ConflictError
 
 _T = TypeVar("_T")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpttool.storage.place import Place
-from ckpttool.words import count
+from ckpttool.core.files import Place
+from ckpttool.core.words import count
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 INERT, REFUSED, DANGEROUS = "inert", "refused", "dangerous"

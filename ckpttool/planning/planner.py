@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpttool import plan
-from ckpttool.catalog import Catalog, LogicalTensor, Pad, Piece, Pieces, RankTensor
-from ckpttool.dtypes import CASTABLE, itemsize, lookup, nbytes
+from ckpttool.core import plan
+from ckpttool.core.catalog import Catalog, LogicalTensor, Pad, Piece, Pieces, RankTensor
+from ckpttool.core.dtypes import CASTABLE, itemsize, lookup, nbytes
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, contiguous_strides, whole
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError
 from ckpttool.formats.base import FileLayout
-from ckpttool.geometry import Box, contiguous_strides, whole
-from ckpttool.relate import NONE, DerivedTensor, EqualPair, Region, Tied
-from ckpttool.storage.place import DataFile
+from ckpttool.planning.relate import NONE, DerivedTensor, EqualPair, Region, Tied
 
 
 def build_plan(

@@ -19,11 +19,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar, overload
 
-from ckpttool.dtypes import nbytes
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.files import DataFile
+from ckpttool.core.geometry import Box, BoxIndex, contiguous_strides, first_overlap, uncovered, whole
+from ckpttool.core.words import count
 from ckpttool.errors import ConflictError, IncompleteError
-from ckpttool.geometry import Box, BoxIndex, contiguous_strides, first_overlap, uncovered, whole
-from ckpttool.storage.place import DataFile
-from ckpttool.words import count
 
 
 class Key(NamedTuple):

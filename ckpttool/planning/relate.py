@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.catalog import Catalog, Key, LogicalTensor, Piece
-from ckpttool.dtypes import nbytes
+from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece
+from ckpttool.core.dtypes import nbytes
+from ckpttool.core.geometry import Box, whole
+from ckpttool.core.optimizer_states import SCALARS
+from ckpttool.core.patterns import bounded, nearest_hint, renamer
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.geometry import Box, whole
 from ckpttool.layout import statements as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
 from ckpttool.layout.family import Family
@@ -30,8 +32,6 @@ from ckpttool.layout.packed import Part as PackedPart
 from ckpttool.layout.rules import Rule, Size, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.layout.statements import Transform, matches
-from ckpttool.select import bounded, nearest_hint, renamer
-from ckpttool.states import SCALARS
 
 EqualPair = tuple[LogicalTensor, LogicalTensor]
 """Two tensors that become one, and must hold the same."""

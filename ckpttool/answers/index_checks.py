@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalog import StoredTensor
+from ckpttool.answers.findings import CheckResult
 from ckpttool.containers.index import IndexRules, Sets, gaps, misplaced, sets_of, total_size, weight_map
-from ckpttool.findings import CheckResult
+from ckpttool.core.catalog import StoredTensor
+from ckpttool.core.files import DataFile, Place
+from ckpttool.core.words import ranges
 from ckpttool.storage.listing import Listing
-from ckpttool.storage.place import DataFile, Place
-from ckpttool.words import ranges
 
 ANEW = "rebuild the index: `ckpttool convert-json DIR --index`"
 

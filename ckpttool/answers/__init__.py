@@ -1,0 +1,1 @@
+"""What several commands say in the same way."""

@@ -1,0 +1,1 @@
+"""From views of tensors to the steps that write them."""
