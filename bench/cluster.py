@@ -158,15 +158,15 @@ def deliver(spec: dict[str, Any]) -> dict[str, Any]:
     plan = prepare(Path(spec["src"]), OpenOptions(), Target(format="ranks", tp=8, pp=1, ep=8, etp=1)).plan
     nodes = RayNodes(())
     nodes.raylets = spec["raylets"]
-    hands = [pid for name in nodes.raylets for pid in nodes.hands(name)]
+    workers = [pid for name in nodes.raylets for pid in nodes.workers(name)]
     sent, seconds, cpu = job(plan), [], []
     for _ in range(spec["rounds"]):
-        began, used, ours = time.monotonic(), cpu_seconds(hands), time.process_time()
+        began, used, ours = time.monotonic(), cpu_seconds(workers), time.process_time()
         fleet.start(sent)
         if fleet.nodes() < spec["nodes"]:
             sys.exit("a node has not opened the plan")
         seconds.append(time.monotonic() - began)
-        cpu.append([time.process_time() - ours, (cpu_seconds(hands) - used) / len(hands)])
+        cpu.append([time.process_time() - ours, (cpu_seconds(workers) - used) / len(workers)])
     fleet.end(now=False)
     return {"seconds": seconds, "cpu": cpu, "bytes": len(pickle.dumps(sent, 5)), "units": len(plan.units)}
 

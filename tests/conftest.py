@@ -88,11 +88,11 @@ def _compute_here() -> None:
     And it is no process, as where none can be started: a fork of all that tests have loaded takes longer than most of
     them. Tests that say --workers fork, and all do in `make test-all`.
     """
-    from ckpttool.execute import crew, options, workforce
+    from ckpttool.execute import options, worker_pool, workforce
 
     options.RunOptions.computers = property(lambda run: run.workers or 1)  # type: ignore[assignment]
     if not sample.everything:
-        spawn = crew.spawn
+        spawn = worker_pool.spawn
         patch.object(workforce, "spawn", lambda count, *job: spawn(count, *job) if count > 1 else None).start()
 
 
@@ -101,10 +101,10 @@ def _fork_beside_xdist(config: pytest.Config) -> None:
 
     Otherwise each merge and each cast in a test would start an interpreter for it, which takes longer than itself.
     """
-    from ckpttool.execute import crew
+    from ckpttool.execute import worker_pool
 
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
-    crew.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
+    worker_pool.can_fork = lambda: len(os.listdir("/proc/self/task")) <= threads  # noqa: PTH208
     config.addinivalue_line("filterwarnings", "ignore:This process .* is multi-threaded:DeprecationWarning")
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "ckpttool"
@@ -84,13 +84,33 @@ BANNED_CALLS = {"eval", "exec"}
 # `ckpttool --help` and a reshard have no use for these. (pydantic is not among them: Typer itself loads it to read a
 # command's parameters.)
 # What reaches other machines is loaded when there is one.
-NETWORK = ("huggingface_hub", "http.client", "ssl", "boto3", "botocore", "google.auth", "azure.storage.blob", "httpx2")
-# And engines, and what several machines or processes need, where there are several.
-SHARED = (
-    "ray",
-    *(f"ckpttool.execute.{name}" for name in ("fleets", "fleetwork", "node", "member", "launchers")),
-    *(f"ckpttool.execute.destinations.{name}" for name in ("members", "claims", "objects")),
+NETWORK = (
+    "huggingface_hub",
+    "http.client",
+    "urllib3",
+    "ssl",
+    "boto3",
+    "botocore",
+    "google.auth",
+    "azure.storage.blob",
+    "httpx2",
 )
+# And engines, and what several machines or processes need, where there are several: all of these folders but this.
+SHARED_FOLDERS = tuple(f"ckpttool.execute.{name}" for name in ("destinations", "fleets", "machines", "parts"))
+ALONE = tuple(f"ckpttool.execute.destinations{name}" for name in ("", ".base", ".local"))
+
+
+def modules_below(*folders: str) -> set[str]:
+    """The folders and all modules in them, by dotted name."""
+    names = set()
+    for folder in folders:
+        base = ROOT.joinpath(*folder.split("."))
+        for path in [base, *base.rglob("*.py")]:
+            names.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    return names
+
+
+SHARED = ("ray", *sorted(modules_below(*SHARED_FOLDERS) - set(ALONE)))
 HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK, *SHARED)
 REPORT = ("ckpttool.execute.measuring", "ckpttool.ops.merge.card", "ckpttool.report.page")
 """What is loaded for a report or a model card only."""
@@ -291,6 +311,31 @@ def circle_problems(found: list[Source]) -> Iterator[str]:
         yield f"a circle of imports: {' <- '.join(e.args[1])}"
 
 
+def folder_circle_problems(found: list[Source]) -> Iterator[str]:
+    """Folders inside one room that import each other, directly or over modules beside them.
+
+    Imports of ``a.b.c`` by ``a.d.e`` count for ``a.b`` and ``a.d``. Circles of modules alone are said by
+    ``circle_problems``.
+    """
+    modules = {source.module for source in found}
+    folders = {module.rpartition(".")[0] for module in modules}
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for source in found:
+        own = source.module.split(".")
+        for imported in imports(source):
+            target = resolve(imported.target, modules).split(".")
+            depth = next((i for i, (a, b) in enumerate(zip(own, target, strict=False)) if a != b), len(own))
+            if 2 <= depth < min(len(own), len(target)):
+                graph = graphs.setdefault(".".join(own[:depth]), {})
+                graph.setdefault(".".join(own[: depth + 1]), set()).add(".".join(target[: depth + 1]))
+    for graph in graphs.values():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as e:
+            if not folders.isdisjoint(e.args[1]):
+                yield f"a circle of folders: {' <- '.join(e.args[1])}"
+
+
 def rich_problems(found: list[Source]) -> Iterator[str]:
     """Uses of rich outside report."""
     for source in found:
@@ -405,6 +450,7 @@ CHECKS = (
     face_problems,
     name_problems,
     circle_problems,
+    folder_circle_problems,
     size_problems,
     rich_problems,
     torch_problems,
@@ -425,6 +471,27 @@ def test_package() -> None:
             remembered.cache_clear()  # or all later tests would have them in memory
         gc.enable()
     assert not problems, "\n".join(problems)
+
+
+def missing_modules(found: list[Source], named: Iterable[str]) -> list[str]:
+    """Of dotted names those of the package that name none of its modules: they moved, and guard nothing."""
+    modules = {source.module for source in found}
+    return sorted(name for name in named if top(name) == PACKAGE and name not in modules)
+
+
+def test_every_module_named_here_exists() -> None:
+    found = [
+        *(f"{PACKAGE}.{row}" for row in (*ROW_OF, *LOCAL_ROWS) if row != "__init__"),
+        *(f"{PACKAGE}.formats.{name}" for name in SHARED_FORMATS),
+        *(*SHARED_FACES, *TORCH_MODULES, *LOCAL_MODULES, *NETWORK, *SHARED, *ALONE, *SHARED_FOLDERS, *REPORT),
+    ]
+    assert missing_modules(sources(ROOT), found) == []
+
+
+def test_a_module_that_moved_is_found(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD)
+    named = ["ckpttool.core.plan", "ckpttool.execute.fleetwork", "ray"]
+    assert missing_modules(sources(tmp_path), named) == ["ckpttool.execute.fleetwork"]
 
 
 def has_docstring(path: Path) -> bool:
@@ -452,7 +519,11 @@ BAD = {
     "order relative": ("core/mesh.py", "from ..planning import Step", "stands below it"),
     "order relative in a folder": ("layout/rules.py", "from ..ops import inspect", "stands below it"),
     "order in a function": ("core/plan.py", "def f():\n    from ckpttool.execute import run", "stands below it"),
-    "order for types": ("core/dtypes.py", "if TYPE_CHECKING:\n    from ckpttool.planning import relate", "stands below it"),
+    "order for types": (
+        "core/dtypes.py",
+        "if TYPE_CHECKING:\n    from ckpttool.planning import relate",
+        "stands below it",
+    ),
     "order by importlib": ("core/mesh.py", "importlib.import_module('ckpttool.ops')", "stands below it"),
     "order of the root": ("ops/merge.py", "import ckpttool", "stands below it"),
     "order of the version": ("execute/__init__.py", "from ckpttool import __version__", "stands below it"),
@@ -481,9 +552,19 @@ BAD = {
     "command": ("ops/inspect/check.py", "def f():\n    from ..merge import prepare", "imports another command"),
     "command in one file": ("ops/reshard.py", "from ckpttool.ops import merge", "imports another command"),
     "circle": ("ops/inspect/check.py", "def f():\n    from .listing import rows", "a circle of imports"),
+    "circle of folders": (
+        "execute/machines/node.py",
+        "def f():\n    from ..destinations import local",
+        "a circle of folders",
+    ),
+    "circle of a folder and a module": ("execute/machines/node.py", "from .. import engine", "a circle of folders"),
     "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
     "long": ("planning/relate.py", 'def f():\n    """Docstring."""\n' + "    f()\n" * 81, "f has 81 lines"),
-    "long method": ("planning/relate.py", "class A:\n    async def f(self):\n" + "        f()\n" * 81, "f has 81 lines"),
+    "long method": (
+        "planning/relate.py",
+        "class A:\n    async def f(self):\n" + "        f()\n" * 81,
+        "f has 81 lines",
+    ),
     "parameters": ("planning/relate.py", "def f(a, b, c, /, d, e, f, *, g, h, i, j, k): pass", "f has 11 parameters"),
     "parameters of the API": ("api/checkpoint.py", "def f(a, b, c, d, e, f, g, h, i, j, k): pass", "11 parameters"),
     "rich": ("ops/inspect/code.py", "def f():\n    import rich.table", "only report imports rich"),
@@ -533,6 +614,9 @@ GOOD = {
     "core/plan.py": "from ckpttool.core.geometry import Box",
     "quant.py": "from ckpttool.core.geometry import Box",
     "execute/__init__.py": "from ..core.plan import Plan",
+    "execute/destinations/local.py": "from ckpttool.execute.machines.shares import cut",
+    "execute/engine.py": "from ckpttool.execute.destinations import local",
+    "execute/machines/shares.py": "from ckpttool.core.plan import Plan",
     "targeting/build.py": "from ckpttool.core.plan import Plan",
     "ops/inspect/check.py": "from ckpttool.core.plan import Plan",
     "ops/inspect/listing.py": "from .check import check",

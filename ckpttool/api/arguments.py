@@ -11,8 +11,8 @@ from typing import Any, SupportsIndex, overload
 from ckpttool.core.mesh import MAX_WORLD
 from ckpttool.core.words import parse_betas, parse_numbers, parse_sides, parse_size
 from ckpttool.errors import UsageError
-from ckpttool.execute.machines.launchers import membership
 from ckpttool.execute.options import Member
+from ckpttool.execute.parts.launchers import membership
 
 
 def several(said: str | Iterable[str], name: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ckpttool.storage import access
 
 if TYPE_CHECKING:
     from ckpttool.execute import Progress, RunOptions
-    from ckpttool.execute.machines.launchers import Membership
+    from ckpttool.execute.parts.launchers import Membership
     from ckpttool.formats.base import OpenOptions
     from ckpttool.targeting.select import Selection
     from ckpttool.targeting.target import Target
@@ -381,7 +381,7 @@ class RunFlags:
         """The values of --part that name a part of a pipeline."""
         if not self.shares:
             return []
-        from ckpttool.execute.machines.launchers import is_membership
+        from ckpttool.execute.parts.launchers import is_membership
 
         return [said for said in self.shares if not is_membership(said)]
 
@@ -389,7 +389,7 @@ class RunFlags:
         """Which of several processes this is; None where it does all. Raises UsageError where it is not certain."""
         if not self.shares:
             return None
-        from ckpttool.execute.machines.launchers import is_membership, membership
+        from ckpttool.execute.parts.launchers import is_membership, membership
 
         said = [said for said in self.shares if is_membership(said)]
         if len(said) > 1:

@@ -14,6 +14,6 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
     """
     if options is None or options.member is None:
         return engine.run(plan, dst, options, progress)
-    from ckpttool.execute.machines import member  # with all that a run of one process does not need
+    from ckpttool.execute.parts import member  # with all that a run of one process does not need
 
     return member.run(plan, dst, options.member, options, progress or NoProgress())

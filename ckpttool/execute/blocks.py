@@ -78,7 +78,7 @@ def _phase(offset: int) -> int:
 
 
 class Mover:
-    """One worker's hands: moves items between the files of a plan."""
+    """Moves items for one worker thread between the files of a plan."""
 
     def __init__(
         self, sources: Sequence[Contents], outputs: Sequence[str], pool: Medium, memory: int, stop: threading.Event

@@ -130,7 +130,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Computing:
-    """Works out tensors with one carrier's hands."""
+    """Works out tensors through one ``Mover``."""
 
     carrier: Mover
     memory: int

@@ -93,7 +93,7 @@ class _Meter:
             self.done += nbytes
 
 
-class Hands(Protocol):
+class TaskExecutor(Protocol):
     """Who carries out the tasks of a run: this machine (``Workforce``), or others."""
 
     notes: list[str]
@@ -106,7 +106,7 @@ class Hands(Protocol):
     def bytes_written(self) -> int: ...
     @property
     def peak_buffer(self) -> int: ...
-    def hire(self, tasks: Sequence[Task], finished: Finished) -> None: ...
+    def start_workers(self, tasks: Sequence[Task], finished: Finished) -> None: ...
     def carry_out(
         self,
         tasks: Sequence[Task],
@@ -137,7 +137,7 @@ class Run:
         self.far: set[int] = set()
         """Sources on other machines."""
         self.tasks: Sequence[Task] = ()
-        self.hands: Hands | None = None
+        self.executor: TaskExecutor | None = None
         self.fleet: Fleet | None = None
         """Machines that work for this run; they do so until it is complete."""
         self.sums: dict[str, str] = {}
@@ -167,7 +167,7 @@ class Run:
             self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
             finished = self._begin()
             try:
-                hands = self._work(pool, finished, signals.later)
+                executor = self._work(pool, finished, signals.later)
                 self._finish(pool)
                 self._seal(signals.hold)
             except BaseException as e:
@@ -176,7 +176,7 @@ class Run:
                     raise
                 raise error from e
             self._publish()
-        return self._result(began, hands, pool)
+        return self._result(began, executor, pool)
 
     def _medium(self, medium: Medium) -> Medium:
         """What all bytes go through."""
@@ -184,15 +184,15 @@ class Run:
 
     def _work(
         self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
-    ) -> Hands:
+    ) -> TaskExecutor:
         """Have everything written that is not finished."""
         pool.scratch = str(self.destination.partial)
-        hands = self.hands = self._hire(finished)
+        executor = self.executor = self._start_executor(finished)
         self._prepare(pool, finished)
         self.sums = finished.sums
-        hands.carry_out(self.tasks, finished, pool, self, undisturbed)
-        hands.end(now=False)
-        return hands
+        executor.carry_out(self.tasks, finished, pool, self, undisturbed)
+        executor.end(now=False)
+        return executor
 
     def _seal(self, hold: Callable[[], None]) -> None:
         """Nothing can go wrong any more but the last step; ``hold`` keeps signals away from now on."""
@@ -210,17 +210,17 @@ class Run:
             self.progress.note(note)
         self.progress.finish()
 
-    def _result(self, began: float, hands: Hands, pool: Medium) -> RunResult:
-        self.notes += hands.notes
-        for how, count in Counter(hands.shared).items():
+    def _result(self, began: float, executor: TaskExecutor, pool: Medium) -> RunResult:
+        self.notes += executor.notes
+        for how, count in Counter(executor.shared).items():
             files = "1 file" if count == 1 else f"{count} files"
             self.notes.append(f"{files} {how}" if how else f"{files} copied: linking does not work here")
         return RunResult(
-            bytes_read=hands.bytes_read,
-            bytes_written=hands.bytes_written,
+            bytes_read=executor.bytes_read,
+            bytes_written=executor.bytes_written,
             bytes_skipped=self.skipped,
             seconds=time.perf_counter() - began,
-            peak_buffer=hands.peak_buffer,
+            peak_buffer=executor.peak_buffer,
             policy=pool.policy,
             plan_seconds=began - self.options.begun,
             verify_seconds=self.verify_seconds,
@@ -253,16 +253,16 @@ class Run:
         self.recorded = len(finished.parts)
         return finished
 
-    def _hire(self, finished: Finished) -> Hands:
+    def _start_executor(self, finished: Finished) -> TaskExecutor:
         """Start the processes that compute, before there is a thread; or find out which machines work for us."""
         if self.options.on:
-            return self._hire_fleet(finished)
+            return self._start_fleet(finished)
         workforce = Workforce(self.plan, self.outlet, self.options, self.hashes, self.stop)
         workforce.ahead = self.options.memory // 2 if self.far else 0
-        workforce.hire(self.tasks, finished)
+        workforce.start_workers(self.tasks, finished)
         return workforce
 
-    def _hire_fleet(self, finished: Finished) -> Hands:
+    def _start_fleet(self, finished: Finished) -> TaskExecutor:
         from ckpttool.execute.fleets import fleet_for  # with all that a run on one machine does not need
         from ckpttool.execute.machines.fleetwork import Fleetwork
 
@@ -270,7 +270,7 @@ class Run:
         self.fleet = fleet_for(on) if isinstance(on, str) else on
         fleetwork = Fleetwork(self.plan, self.destination, self.fleet, self.options, self.hashes)
         fleetwork.far, fleetwork.stop, fleetwork.remember = frozenset(self.far), self.stop, self.remember
-        fleetwork.hire(self.tasks, finished)
+        fleetwork.start_workers(self.tasks, finished)
         return fleetwork
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
@@ -460,12 +460,12 @@ class Run:
         """Stop the workers; keep or remove what there is. Returns the error to raise."""
         self.stop.set()
         self.halt()
-        if self.hands:
-            self.hands.end(now=True)
+        if self.executor:
+            self.executor.end(now=True)
         again = self._may_pass(error)
-        if again and self.hands and self.destination.can_record and not (pool.unsynced or self.hands.unsynced):
+        if again and self.executor and self.destination.can_record and not (pool.unsynced or self.executor.unsynced):
             with contextlib.suppress(CkptError):
-                self.record(pool, *self.hands.unrecorded())
+                self.record(pool, *self.executor.unrecorded())
         if self.destination.spools and isinstance(error, OutputError) and not error.hint:
             spool = str(self.destination.partial)
             if any(w.startswith(spool) for w in error.where):

@@ -159,7 +159,7 @@ class Measurement:
     ) -> None:
         """The same on other machines. What lies below ``private`` is on this machine alone, and measured here. Raises
         Stopped once ``stop`` is set, and what ``dispatch`` raises."""
-        from ckpttool.execute.fleets.calls import Limits, map_over
+        from ckpttool.execute.machines.calls import Limits, map_over
 
         items = items_of(self._plan)
         with reading(memory=self._memory // 2, connections=self._connections):

@@ -140,7 +140,7 @@ def kind_of(operand: Operand) -> str:
 
 @dataclass(slots=True)
 class Quantizing:
-    """Quantises tensors with one carrier's hands."""
+    """Quantises tensors through one ``Mover``."""
 
     carrier: Mover
     memory: int

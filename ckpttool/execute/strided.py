@@ -1,7 +1,7 @@
 """Copies seen as boxes of a row-major array: the part of a copy that a stretch of the array takes part in.
 
 A computed tensor is worked out stretch by stretch. Its operands come from copies *into* the row-major tensor, its
-result goes out through copies *from* it; ``clip`` cuts either to the stretch at hand.
+result goes out through copies *from* it; ``clip`` cuts either to the stretch that is wanted.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class Verification:
         What lies below ``private`` is on this machine alone, and verified here. Raises Stopped once ``stop`` is set,
         and what ``dispatch`` raises.
         """
-        from ckpttool.execute.fleets.calls import Limits, map_over
+        from ckpttool.execute.machines.calls import Limits, map_over
 
         with reading(memory=self.memory // 2, connections=self.connections):
             checks = self.look(written)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from ckpttool.core.plan import Output, Plan
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
-from ckpttool.execute.crew import Answer, ProcessPool, Serve, spawn
+from ckpttool.execute.compute_worker import ComputeWorker, Job, edges, is_known, order, server
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Fence, Medium, Stopped, create, share
 from ckpttool.execute.hashing import Sums
@@ -30,7 +30,7 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit
 from ckpttool.execute.upcoming import Turn, Upcoming
-from ckpttool.execute.worker import ComputeWorker, Job, edges, is_known, order, server
+from ckpttool.execute.worker_pool import Answer, ProcessPool, Serve, spawn
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
 _COMPUTING_MEMORY = 8 << 20
 """Least memory for a process that computes: a chunk of a few operands, and a stretch of the result."""
-_ENTRY = "ckpttool.execute.worker:main"
+_ENTRY = "ckpttool.execute.compute_worker:main"
 TICK = 0.2
 """Seconds between two looks at how far it is: often enough to look alive, too seldom to hold up the workers."""
 _SPOOLED = 256 << 20
@@ -127,8 +127,8 @@ class Outlet:
 
 
 class Workforce:
-    """Carries out tasks of one plan. Call ``hire`` while there is one thread, ``carry_out`` as often as there is
-    something to do, then ``end``. Nothing here knows of the whole run."""
+    """Carries out tasks of one plan. Call ``start_workers`` while there is one thread, ``carry_out`` for each batch of
+    tasks, then ``end``."""
 
     def __init__(
         self, plan: Plan, outlet: Outlet, options: RunOptions, hashes: Sequence[str], stop: threading.Event
@@ -147,7 +147,7 @@ class Workforce:
         self.unsynced = False
         """A sync has failed in a process that computes; see ``Medium``."""
         self._pool: Medium
-        self._crew: ProcessPool | None = None
+        self._worker_pool: ProcessPool | None = None
         self._computed = [0, 0]
         """Bytes that were read and written for computed tensors."""
         self._computed_at: dict[int, int] = {}
@@ -194,18 +194,18 @@ class Workforce:
 
     # -- processes
 
-    def hire(self, tasks: Sequence[Task], finished: Finished) -> None:
+    def start_workers(self, tasks: Sequence[Task], finished: Finished) -> None:
         """Start the processes that compute what there is to compute of these tasks."""
         jobs = [t for t in tasks if t.computing >= 0 and not self._is_done(t, finished)]
-        if not jobs or self._crew is not None:
+        if not jobs or self._worker_pool is not None:
             return
         least = 2 * _COMPUTING_MEMORY if self.ahead else _COMPUTING_MEMORY
         memory = max(self.options.memory, least)
         count = max(1, min(self.options.computers, memory // least, len(jobs)))
         job = self._job(memory // count, count)
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
-        self._crew = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.outlet.locks)
-        if self._crew is None and count > 1:
+        self._worker_pool = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.outlet.locks)
+        if self._worker_pool is None and count > 1:
             self.notes.append("one thread computes: no other process can be started here")
 
     def _job(self, memory: int, count: int = 1) -> Job:
@@ -274,12 +274,12 @@ class Workforce:
         long = sum([t.nbytes for t in jobs]) // (4 * self.options.computers)
         jobs.sort(key=lambda t: -t.nbytes if t.nbytes > long else 0)
         waiting = deque(jobs)
-        hands = [w.do for w in self._crew.workers] if self._crew else []
-        if not hands:
+        workers = [w.do for w in self._worker_pool.workers] if self._worker_pool else []
+        if not workers:
             memory = max(self.options.memory - self.ahead, _SMALLEST_ARENA)
             job = self._job(max(memory // 2, _COMPUTING_MEMORY))
-            hands = [ComputeWorker(job, tensor_draws(job.randomness), pool, self.stop).serve]
-        for i, work in enumerate(hands[: len(jobs)]):
+            workers = [ComputeWorker(job, tensor_draws(job.randomness), pool, self.stop).serve]
+        for i, work in enumerate(workers[: len(jobs)]):
             yield f"foreman-{i}", waiting.popleft, partial(self._compute, work)
 
     def _movers(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
@@ -442,9 +442,9 @@ class Workforce:
 
     def end(self, *, now: bool) -> None:
         """Let the processes go, or kill them, and wait for their foremen, who end with them."""
-        if self._crew:
-            self._crew.dismiss(now=now)
+        if self._worker_pool:
+            self._worker_pool.dismiss(now=now)
         self._join()
-        if self._crew:
-            self._crew.close()
-            self._crew = None
+        if self._worker_pool:
+            self._worker_pool.close()
+            self._worker_pool = None

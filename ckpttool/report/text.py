@@ -82,8 +82,8 @@ def share_of(plan: Plan, run: RunOptions) -> dict[str, int]:
     """For JSON, what this process would do of a plan, where it does one part of it."""
     if run.member is None:
         return {}
-    from ckpttool.execute.machines.shares import cut
     from ckpttool.execute.schedule import schedule
+    from ckpttool.execute.shares import cut
 
     tasks = schedule(plan, ["manifest"] * run.manifest)
     own = cut(plan, tasks, run.member.of)[run.member.number - 1]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpttool.cli.app import main
 from ckpttool.execute.journal import Journal
-from ckpttool.execute.machines.launchers import membership
+from ckpttool.execute.parts.launchers import membership
 
 
 def die_once(mark: Path) -> None:

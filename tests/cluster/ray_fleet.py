@@ -1,4 +1,4 @@
-"""The nodes of a cluster for all tests of a session, whose hands stay where a run has ended well."""
+"""The nodes of a cluster for all tests of a session, whose workers stay where a run has ended well."""
 
 from __future__ import annotations
 

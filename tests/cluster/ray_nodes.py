@@ -119,9 +119,9 @@ class RayNodes:
             if name not in self.raylets:
                 self.add(name)
 
-    def hands(self, name: str) -> list[int]:
+    def workers(self, name: str) -> list[int]:
         """Processes of a node that work for a run."""
-        return [pid for pid in children(self.raylets[name]) if "Hand" in _command(pid)]
+        return [pid for pid in children(self.raylets[name]) if "RayWorker" in _command(pid)]
 
     def keepers(self) -> list[int]:
         """The process that keeps the cluster together."""

@@ -17,7 +17,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--no-python")
 WHO = """
 import json, os
 from ckpttool.errors import UsageError
-from ckpttool.execute.machines.launchers import membership
+from ckpttool.execute.parts.launchers import membership
 try:
     found = membership(os.environ["SAID"], os.environ)
     print(json.dumps(["part", found.member.number, found.member.of, found.source.partition(":")[0]]), flush=True)

@@ -119,13 +119,13 @@ def test_a_process_is_killed(
 
     def end() -> None:
         until = time.monotonic() + 10
-        hands = nodes.hands("one")
-        while not (helpers := [c for hand in hands for c in children(hand)]) and time.monotonic() < until:
+        workers = nodes.workers("one")
+        while not (helpers := [c for worker in workers for c in children(worker)]) and time.monotonic() < until:
             if name == "reshard":
                 break
-            time.sleep(0.05)  # on a busy machine this hand may have begun with nothing yet
+            time.sleep(0.05)  # on a busy machine this worker may have begun with nothing yet
         computing.extend([*helpers, *[c for helper in helpers for c in children(helper)]])
-        kill(hands)
+        kill(workers)
 
     ray_fleet.at[after] = end
     done = run(COMMANDS[name], tmp_path / "dst")
@@ -133,7 +133,7 @@ def test_a_process_is_killed(
     assert contents(tmp_path / "dst") == wanted[name]
     assert not ray_fleet.at, len(ray_fleet.answered)
     if name == "merge" and after == 5:
-        assert computing  # processes of an interpreter of its own, as a hand cannot be forked
+        assert computing  # processes of an interpreter of its own, as a worker cannot be forked
     until = time.monotonic() + 30
     while any(is_alive(pid) for pid in computing) and time.monotonic() < until:
         time.sleep(0.05)
@@ -144,7 +144,7 @@ def test_a_process_is_killed(
 def test_all_processes_are_killed(
     name: str, ray_fleet: LastingFleet, nodes: RayNodes, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    ray_fleet.at[3] = lambda: kill([hand for node in nodes.names for hand in nodes.hands(node)])
+    ray_fleet.at[3] = lambda: kill([worker for node in nodes.names for worker in nodes.workers(node)])
     done = run(COMMANDS[name], tmp_path / "dst")
     assert done.code == 0, done.err
     assert contents(tmp_path / "dst") == wanted[name]
@@ -170,8 +170,8 @@ def test_a_node_that_was_given_up_comes_back(
     frozen: list[int] = []
 
     def freeze() -> None:
-        hands = nodes.hands("two")
-        frozen.extend([nodes.raylets["two"], *hands, *[c for hand in hands for c in children(hand)]])
+        workers = nodes.workers("two")
+        frozen.extend([nodes.raylets["two"], *workers, *[c for worker in workers for c in children(worker)]])
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
 
@@ -196,7 +196,7 @@ def test_a_node_joins(ray_fleet: LastingFleet, nodes: RayNodes, wanted: dict[str
     frozen: list[int] = []
 
     def wait() -> None:
-        frozen.extend([hand for name in nodes.names for hand in nodes.hands(name)])
+        frozen.extend([worker for name in nodes.names for worker in nodes.workers(name)])
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
         nodes.add("three")
@@ -314,7 +314,7 @@ def test_what_ray_has_to_say_is_not_in_the_answer(nodes: RayNodes, tmp_path: Pat
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     os.waitid(os.P_PID, command.pid, os.WSTOPPED)
-    kill([hand for name in nodes.names for hand in nodes.hands(name)])
+    kill([worker for name in nodes.names for worker in nodes.workers(name)])
     time.sleep(1)
     command.send_signal(signal.SIGCONT)
     out, err = command.communicate(timeout=100)
@@ -417,8 +417,8 @@ def test_another_version(ray_fleet: LastingFleet, tmp_path: Path, monkeypatch: p
 def test_a_node_cannot_write(nodes: RayNodes, wanted: dict[str, Any], tmp_path: Path) -> None:
     """Its process may make small files only. What others have done by then is kept for --resume."""
     assert run(RESHARD, tmp_path / "first").code == 0
-    for hand in nodes.hands("one"):
-        resource.prlimit(hand, resource.RLIMIT_FSIZE, (4096, 4096))
+    for worker in nodes.workers("one"):
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (4096, 4096))
     done = run(RESHARD, tmp_path / "dst")
     assert done.code == 1, done.err
     assert "the destination does not take files of this size" in done.err

@@ -13,7 +13,7 @@ import pytest
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import AccessError
 from ckpttool.execute import compare, run
-from ckpttool.execute.fleets import calls
+from ckpttool.execute.machines import calls
 from ckpttool.execute.verification import Verification
 from ckpttool.ops.reshard import prepare
 from ckpttool.targeting.target import Target
@@ -58,7 +58,7 @@ def test_inspect_where_this_process_is(
     """A path that is relative here leads to the same file there; elements that are encoded, too."""
     shutil.copytree(FIXTURES / "gguf/llama_q8_0", tmp_path / "model")
     ckpttool("reshard", tmp_path / "model", tmp_path / "other", "--to", "hf")
-    same(ray_fleet, tmp_path / "model", "--hash")  # hands are in the directory of their first job
+    same(ray_fleet, tmp_path / "model", "--hash")  # workers are in the directory of their first job
     monkeypatch.chdir(tmp_path)
     assert same(ray_fleet, "model", "--hash", "--stats").code == 0
     assert same(ray_fleet, "model", "--diff", "other", "--values").code == 0
@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed(ray_fleet: LastingFleet, ray_nodes: RayNodes) -
     here = ckpttool("inspect", source, "--stats", "--hash", "--json")
 
     def kill() -> None:
-        for pid in ray_nodes.hands("one"):
+        for pid in ray_nodes.workers("one"):
             os.kill(pid, signal.SIGKILL)
 
     ray_fleet.at[3] = kill

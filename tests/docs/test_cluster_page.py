@@ -13,7 +13,7 @@ import yaml
 from typer.main import get_command
 
 from ckpttool.cli.app import app
-from ckpttool.execute.machines.launchers import LAUNCHERS, is_membership, membership
+from ckpttool.execute.parts.launchers import LAUNCHERS, is_membership, membership
 from scripts import simulate_cluster as simulation
 from tests.docs.runner import ROOT, blocks
 

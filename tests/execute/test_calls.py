@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckpttool.core.files import DataFile
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.execute.files import Stopped
-from ckpttool.execute.fleets import calls
 from ckpttool.execute.fleets.base import Order
+from ckpttool.execute.machines import calls
 from ckpttool.execute.machines.each import each, machines
 from ckpttool.execute.reader import Reads
 from tests.helpers.fleet import CALM, WILD, FakeFleet, Trouble

@@ -29,7 +29,7 @@ from ckpttool.core.plan import (
     Scaled,
 )
 from ckpttool.errors import CorruptError, OutputError, VerifyError
-from ckpttool.execute import RunOptions, compute, crew, engine, run, strided, workforce
+from ckpttool.execute import RunOptions, compute, engine, run, strided, worker_pool, workforce
 from ckpttool.execute.operands import Buffer, reader
 from ckpttool.execute.options import unwatched
 from ckpttool.execute.schedule import operand_keys, schedule
@@ -140,7 +140,7 @@ def read_any_stretch(data: st.DataObject, directory: Path) -> None:
     carrier.pool.close()
 
 
-A_HELPER = pytest.param("a helper", False, marks=pytest.mark.thorough)  # test_crew.py has runs with one
+A_HELPER = pytest.param("a helper", False, marks=pytest.mark.thorough)  # test_worker_pool.py has runs with one
 
 
 @pytest.mark.product
@@ -168,7 +168,7 @@ def test_bytes_do_not_depend_on_how(tmp_path: Path, how: str, *, manifest: bool,
             patched.setattr(compute, "CHUNK", 18)
             patched.setattr(compute, "STRETCH", 80)
             patched.setattr(compute, "PART", 54)
-        patched.setattr(crew, "can_fork", lambda: how == "forks")
+        patched.setattr(worker_pool, "can_fork", lambda: how == "forks")
         if how == "a thread":
             patched.setattr(workforce, "spawn", lambda *_: None)
         result = run(
@@ -220,8 +220,8 @@ def test_resume_goes_on_inside_a_tensor(tmp_path: Path) -> None:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process computes, however many there are and whatever threads."""
-    monkeypatch.setattr(workforce, "spawn", crew.spawn)
-    monkeypatch.setattr(crew, "can_fork", lambda: True)
+    monkeypatch.setattr(workforce, "spawn", worker_pool.spawn)
+    monkeypatch.setattr(worker_pool, "can_fork", lambda: True)
 
 
 @pytest.mark.usefixtures("forks")

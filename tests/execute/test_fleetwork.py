@@ -13,10 +13,10 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.core.files import DataFile
 from ckpttool.core.plan import Output, Plan
 from ckpttool.errors import AccessError, CkptError, OutputError
-from ckpttool.execute import NoProgress, RunOptions, run, schedule
+from ckpttool.execute import NoProgress, RunOptions, run, schedule, shares
 from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
-from ckpttool.execute.machines import fleetwork, shares
+from ckpttool.execute.machines import fleetwork
 from ckpttool.execute.machines.node import Node
 from ckpttool.ops import reshard
 from ckpttool.targeting.target import Target

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from ckpttool.errors import UsageError
-from ckpttool.execute.machines.launchers import LAUNCHERS, MOST, is_membership, membership
 from ckpttool.execute.options import Member
+from ckpttool.execute.parts.launchers import LAUNCHERS, MOST, is_membership, membership
 
 STEPS = ("SLURM_STEP_ID", "SLURM_STEPID")
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}

@@ -30,13 +30,13 @@ from ckpttool.execute import (
     journal,
     run,
     schedule,
+    shares,
     workforce,
 )
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.destinations.holder import HERE
-from ckpttool.execute.machines import member as member_module
-from ckpttool.execute.machines import shares
 from ckpttool.execute.options import Member, Standing
+from ckpttool.execute.parts import member as member_module
 from ckpttool.execute.workforce import CompletionQueue
 from ckpttool.storage import system
 from tests.execute.merges import merge_plan

@@ -17,8 +17,8 @@ from ckpttool.execute.destinations.owners import Claim, claims
 from ckpttool.execute.extents import part_extents
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.schedule import Task
+from ckpttool.execute.shares import Survey
 from tests.execute.test_bytes import recipes
 
 

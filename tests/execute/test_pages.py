@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.plan import Output, Plan
-from ckpttool.execute import RunOptions, blocks, engine, moves, run, schedule, workforce
+from ckpttool.execute import RunOptions, blocks, engine, moves, run, schedule, shares, workforce
 from ckpttool.execute.destinations import claims, local, members
 from ckpttool.execute.fleets import dispatch
-from ckpttool.execute.machines import fleetwork, node, shares
+from ckpttool.execute.machines import fleetwork, node
 from ckpttool.execute.options import Member
 from ckpttool.execute.workforce import CompletionQueue
 from tests.execute.plans import expected, reshard, written

@@ -147,16 +147,16 @@ def test_a_worker_ends_with_its_parent_without_prctl() -> None:
     """The worker sleeps in its work; nobody but the parent would end it."""
     code = """
 import os, sys, time
-from ckpttool.execute import crew
+from ckpttool.execute import worker_pool
 from ckpttool.storage import system
 system.killed_with_parent = lambda _: False
-crew._LOOK = 0.05
+worker_pool._LOOK = 0.05
 def serve():
     def work(order, tell):
         print(os.getpid(), flush=True)
         time.sleep(600)
     return work
-crew.spawn(1, None, serve, "", ()).workers[0].do({}, lambda _: None)
+worker_pool.spawn(1, None, serve, "", ()).workers[0].do({}, lambda _: None)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}

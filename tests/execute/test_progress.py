@@ -20,12 +20,23 @@ import pytest
 from ckpttool.core.files import Place
 from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Step, Unit
 from ckpttool.errors import OutputError
-from ckpttool.execute import Advance, NoProgress, RunOptions, compute, engine, files, quantize, run, worker, workforce
-from ckpttool.execute.crew import Answer
+from ckpttool.execute import (
+    Advance,
+    NoProgress,
+    RunOptions,
+    compute,
+    compute_worker,
+    engine,
+    files,
+    quantize,
+    run,
+    workforce,
+)
+from ckpttool.execute.compute_worker import ComputeWorker, Job, order
 from ckpttool.execute.destinations import local
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.schedule import computing_task
-from ckpttool.execute.worker import ComputeWorker, Job, order
+from ckpttool.execute.worker_pool import Answer
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Tensor
 from ckpttool.kernels.merge.draws import CounterDraws
@@ -184,7 +195,7 @@ def told(plan: Plan, done: Sequence[int] = ()) -> list[int]:
     found: list[int] = []
     outputs = [f"/proc/self/nowhere/{o.name}" for o in plan.outputs]
     job = Job([s.path for s in plan.sources], outputs, None, 64 << 20, 1 << 20, ())
-    hand = ComputeWorker(job, tensor_draws(None), files.FilePool(), threading.Event())
+    computer = ComputeWorker(job, tensor_draws(None), files.FilePool(), threading.Event())
     task = computing_task(plan.units[0], 0, 0, job.limit, ())
 
     def tell(answer: Answer) -> None:
@@ -192,11 +203,11 @@ def told(plan: Plan, done: Sequence[int] = ()) -> list[int]:
             found.append(answer["at"])
 
     with (
-        patch.object(worker, "_TELL_EVERY", 0),
+        patch.object(compute_worker, "_TELL_EVERY", 0),
         patch.object(compute, "scatter", lambda *_: None),
         patch.object(quantize, "scatter", lambda *_: None),
     ):
-        hand.serve(order(plan.units[0], 0, task, done), tell)
+        computer.serve(order(plan.units[0], 0, task, done), tell)
     total = sum(p.nbytes for p in task.parts if p.number not in done)
     assert found == sorted(found)
     assert found[-1] == total

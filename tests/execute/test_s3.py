@@ -19,7 +19,7 @@ from ckpttool.execute import fleets, schedule
 from ckpttool.execute.destinations import objects as destination
 from ckpttool.execute.destinations import s3
 from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
-from ckpttool.execute.fleets import calls
+from ckpttool.execute.machines import calls
 from ckpttool.storage import objects
 from tests.helpers.command import ckpttool
 from tests.helpers.fleet import WILD, FakeFleet

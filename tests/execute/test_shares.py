@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.plan import AssertEqual, Block, Copy, Fill, Output, Plan, Target, Unit
-from ckpttool.execute import moves, schedule
+from ckpttool.execute import moves, schedule, shares
 from ckpttool.execute.extents import Extent, part_extents
 from ckpttool.execute.hashing import ALGORITHM
-from ckpttool.execute.machines import shares
-from ckpttool.execute.machines.shares import Survey, cut, shared_pages
 from ckpttool.execute.schedule import Task
+from ckpttool.execute.shares import Survey, cut, shared_pages
 from tests.execute.merges import merge_plan
 from tests.execute.test_bytes import recipes
 from tests.helpers.sample import examples

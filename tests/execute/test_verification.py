@@ -15,7 +15,7 @@ from ckpttool.checkpoint import OpenOptions
 from ckpttool.errors import AccessError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, compare, reader, run
 from ckpttool.execute.files import Stopped
-from ckpttool.execute.fleets import calls
+from ckpttool.execute.machines import calls
 from ckpttool.execute.verification import Check, Checks, Verification
 from ckpttool.ops.reshard import prepare
 from ckpttool.storage.access import QUERIES

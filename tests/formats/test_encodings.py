@@ -22,8 +22,8 @@ from ckpttool.core.encodings import Decoder, Encoding, Moment, Span, Text
 from ckpttool.errors import CorruptError
 from ckpttool.execute.files import FilePool, SourceReadError
 from ckpttool.execute.hashing import hash_range
+from ckpttool.execute.plan_json import decode, encode
 from ckpttool.execute.reader import read_block
-from ckpttool.execute.wire import decode, encode
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import reshard
 
@@ -175,7 +175,7 @@ def test_old_pickles_are_operands_in_other_processes(tmp_path: Path, monkeypatch
     """Where no process is forked, an encoding is told as JSON."""
     new, old = FIXTURES / "paddle_zcc" / "nlp_tp2", old_pickles(tmp_path / "old")
     other = shutil.copytree(new, tmp_path / "other")
-    monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: False)
+    monkeypatch.setattr("ckpttool.execute.worker_pool.can_fork", lambda: False)
     options = ("--weights", "0.7,0.3", "--to", "hf", "--verify")
     for name, source, workers in (("a", new, 1), ("b", old, 2)):  # one needs no process
         made = command("merge", source, other, "-o", tmp_path / name, *options, "--workers", workers)

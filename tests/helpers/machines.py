@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpttool.core.encodings import Contents
+from ckpttool.execute import shares
 from ckpttool.execute.files import FilePool
-from ckpttool.execute.machines import shares
 
 
 class Disk:

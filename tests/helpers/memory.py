@@ -154,6 +154,6 @@ def in_memory(directory: Path) -> Iterator[str]:
         patch.dict(FILES, files),
         patch.dict(SCHEMES, {"mem": lambda text: MemoryPlace(PurePosixPath(text.removeprefix("mem:")))}),
         # Servers of other tests leave threads behind, and a fresh interpreter would not know the scheme.
-        patch("ckpttool.execute.crew.can_fork", lambda: True),
+        patch("ckpttool.execute.worker_pool.can_fork", lambda: True),
     ):
         yield f"mem:{root}"

@@ -11,7 +11,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.execute import fleets
-from ckpttool.execute.fleets import calls
+from ckpttool.execute.machines import calls
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.fleet import WILD, FakeFleet
 

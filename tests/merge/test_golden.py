@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpttool.execute import crew
+from ckpttool.execute import worker_pool
 from ckpttool.kernels.merge.draws import MergekitDraws
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Array, Raw, Tensors, read, read_all
@@ -115,7 +115,8 @@ def test_equal_to_mergekit(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_near_to_mergekit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(MERGEKIT)
     monkeypatch.setattr(MergekitDraws, "order", lambda _, rows: rows.argsort(axis=1, kind="stable"))  # see the README
-    monkeypatch.setattr(crew, "can_fork", lambda: True)  # or workers would not know, where torch has made threads
+    # Or workers would not know, where torch has made threads.
+    monkeypatch.setattr(worker_pool, "can_fork", lambda: True)
     method = path.stem.removesuffix("__f32out_bf16")
     wanted = read(path)
     found = merged(Path("configs", f"{path.stem}.yml"), tmp_path / "out", "--seed", 42, "--rng", "mergekit")

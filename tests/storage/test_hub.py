@@ -218,7 +218,7 @@ def test_repositories_that_were_renamed(hub: Hub) -> None:
 def test_processes_that_compute(hub: Hub, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks know what their parent knows; a fresh interpreter lists the commits that it is told, and no branch."""
     monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
-    monkeypatch.setattr("ckpttool.execute.crew.can_fork", lambda: forks)
+    monkeypatch.setattr("ckpttool.execute.worker_pool.can_fork", lambda: forks)
     second = tmp_path / "second"
     shutil.copytree(TINY, second)
     (second / "README.md").touch()

@@ -15,8 +15,8 @@ import pytest
 import ckpttool as library
 from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
-from ckpttool.execute import crew
-from ckpttool.execute.worker import Job
+from ckpttool.execute import worker_pool
+from ckpttool.execute.compute_worker import Job
 from ckpttool.storage import http, web
 from ckpttool.storage.access import ANONYMOUS, QUERIES
 from ckpttool.storage.place import parse_place, read_all, scan
@@ -379,7 +379,7 @@ def test_merge_in_other_processes(server: WebServer, tmp_path: Path, how: str) -
     (one / "model.safetensors").write_bytes(data)
     server.files = {f"m/{n}": b for n, b in files_of(one).items()}
     server.on("", lambda asked, r: r if asked.query == SECRET else Reply(403, [("Content-Length", "0")]))
-    with patch.object(crew, "can_fork", lambda: how == "forked"):
+    with patch.object(worker_pool, "can_fork", lambda: how == "forked"):
         for dst, first in (("here", one), ("there", f"{server.url}/m?{SECRET}")):
             done = ckpttool("merge", first, two, "--method", "linear", "--weights", "0.3,0.7", "-o", tmp_path / dst)
             assert done.code == 0, done.err

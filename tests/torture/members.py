@@ -30,8 +30,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpttool.execute import shares
 from ckpttool.execute.destinations import claims, holder, members
-from ckpttool.execute.machines import member, shares
+from ckpttool.execute.parts import member
 from tests.torture import campaign, interpose
 from tests.torture.campaign import Bench, Case, Injector, Report, Tree, WrongError, below, fits, tree
 from tests.torture.contest import _end, _start

@@ -21,7 +21,7 @@ from ckpttool.execute.schedule import Part, Task
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order
-    from ckpttool.execute.machines.shares import Survey
+    from ckpttool.execute.shares import Survey
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order
-    from ckpttool.execute.machines.shares import Survey
+    from ckpttool.execute.shares import Survey
 
 JOURNAL = ".journal"
 RUN = ".run"

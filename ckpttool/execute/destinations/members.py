@@ -60,9 +60,9 @@ from ckpttool.execute.destinations.holder import machine
 from ckpttool.execute.destinations.local import JOURNAL, MEMBERS, LocalDestination, remove, sync_directory
 from ckpttool.execute.files import SHARED, Medium, sync_all, write_error
 from ckpttool.execute.journal import Edge, Finished, Journal
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member
 from ckpttool.execute.schedule import Part, Task, operand_keys
+from ckpttool.execute.shares import Survey
 from ckpttool.version import __version__
 
 COMMITTING = ".committing"

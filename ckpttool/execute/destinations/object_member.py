@@ -47,9 +47,9 @@ from ckpttool.execute.destinations.owners import claims
 from ckpttool.execute.destinations.store import Found, GoneError, Store
 from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished, ranges
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import Member, RunOptions
 from ckpttool.execute.schedule import Part
+from ckpttool.execute.shares import Survey
 from ckpttool.version import __version__
 
 DONE = "done"

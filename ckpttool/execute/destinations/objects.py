@@ -44,9 +44,9 @@ from ckpttool.execute.destinations.store import GoneError, Slice, Store
 from ckpttool.execute.files import Medium, Stopped, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, ranges
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
+from ckpttool.execute.shares import Survey
 from ckpttool.storage.objects import forget
 
 STORES = {"s3": "s3", "gs": "gcs", "az": "azure"}

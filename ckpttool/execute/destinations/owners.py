@@ -18,8 +18,8 @@ import numpy as np
 
 from ckpttool.execute.destinations.chunks import Range, covered, groups
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.schedule import operand_keys
+from ckpttool.execute.shares import Survey
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 

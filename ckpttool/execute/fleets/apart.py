@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpttool.errors import CkptError, OutputError, not_installed
+from ckpttool.execute.error_data import error_from_data, error_to_data
 from ckpttool.execute.fleets.base import Fleet, Job, Order, Reply
-from ckpttool.execute.told import revived, told
 
 _DISMISS = 30.0
 """Seconds for the process to let go of the machines."""
@@ -100,7 +100,7 @@ class ApartFleet:
 
     def replies(self, timeout: float) -> Sequence[Reply]:
         return [
-            r if r.error is None else replace(r, error=revived(said, whose="a process of the cluster"))
+            r if r.error is None else replace(r, error=error_from_data(said, whose="a process of the cluster"))
             for r, said in self._ask("replies", timeout)
         ]
 
@@ -140,7 +140,7 @@ class ApartFleet:
         if error is None:
             return answer
         if error[0]:
-            raise revived(error, whose="")
+            raise error_from_data(error, whose="")
         raise self._lost(error[1].strip().splitlines()[-1])
 
     def _last_line(self) -> str:
@@ -176,9 +176,9 @@ def _carried_out(fleet: Connected, method: str, given: Sequence[Any]) -> tuple[l
     try:
         found = getattr(fleet, method)(*given)
         if method == "replies":
-            found = [(replace(r, error=None), r.error and told(r.error)) for r in found]
+            found = [(replace(r, error=None), r.error and error_to_data(r.error)) for r in found]
     except Exception as e:  # noqa: BLE001 - raised again by the run
-        return told(e), None
+        return error_to_data(e), None
     return None, found
 
 
@@ -188,7 +188,7 @@ def _serve(engine: str, address: str, pipe: Connection[Any, Any]) -> None:
     try:
         fleet = connected(engine, address)
     except CkptError as e:
-        pipe.send((told(e), None, 0, 0, ""))
+        pipe.send((error_to_data(e), None, 0, 0, ""))
         return
     pipe.send((None, None, 0, 0, ""))
     while True:

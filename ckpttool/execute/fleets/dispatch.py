@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
 from ckpttool.errors import OutputError
+from ckpttool.execute.error_data import on_node
 from ckpttool.execute.fleets.base import Answer, Fleet, Order, Reply
-from ckpttool.execute.told import on_node
 
 TRIES = 4
 """How often an order is sent: one that is lost as often takes down whoever has it."""
@@ -22,7 +22,7 @@ _TICK = 0.2
 """Seconds after which ``stop`` is looked at."""
 
 
-class _Errand:
+class _PendingOrder:
     """An order, and the nodes that have lost it."""
 
     def __init__(self, order: Order) -> None:
@@ -38,8 +38,8 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
     OutputError when an order is lost too often or no node is left.
     """
     coming = iter(orders)
-    waiting: deque[_Errand] = deque()
-    away: dict[int, _Errand] = {}
+    waiting: deque[_PendingOrder] = deque()
+    away: dict[int, _PendingOrder] = {}
     heard: deque[Reply] = deque()
     seen = time.monotonic()
     while not stop.is_set():
@@ -55,30 +55,30 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
             reply = heard.popleft()
             if reply.error is not None and (reply.ticket is None or reply.ticket in away):
                 raise on_node(reply.error, reply.node)
-            errand = away.pop(reply.ticket, None) if reply.ticket is not None else None
-            if errand is None:
+            pending = away.pop(reply.ticket, None) if reply.ticket is not None else None
+            if pending is None:
                 continue  # it was given up, and is done or will be done by another node
             if reply.answer is not None:
-                yield errand.order, reply.answer, reply.node
+                yield pending.order, reply.answer, reply.node
             else:
-                waiting.appendleft(_again(errand, reply))
+                waiting.appendleft(_again(pending, reply))
         if away or fleet.nodes():
             seen = time.monotonic()
         elif time.monotonic() - seen >= PATIENCE:
             raise OutputError("no node is left to work", hint="see that the cluster has nodes with a free CPU")
 
 
-def _has_one(waiting: deque[_Errand], coming: Iterator[Order]) -> bool:
+def _has_one(waiting: deque[_PendingOrder], coming: Iterator[Order]) -> bool:
     """Whether there is something to send; the next order is made when it is needed."""
     if not waiting:
-        waiting.extend(_Errand(order) for order in islice(coming, 1))
+        waiting.extend(_PendingOrder(order) for order in islice(coming, 1))
     return bool(waiting)
 
 
-def _again(errand: _Errand, reply: Reply) -> _Errand:
+def _again(pending: _PendingOrder, reply: Reply) -> _PendingOrder:
     """A lost order is to be sent once more. Raises OutputError when that was done too often."""
-    errand.losses.append(f"on {reply.node}: {reply.lost}")
-    if len(errand.losses) >= TRIES:
+    pending.losses.append(f"on {reply.node}: {reply.lost}")
+    if len(pending.losses) >= TRIES:
         hint = "if memory was short, use fewer --workers or less --memory"
-        raise OutputError(f"the same work was lost {TRIES} times", where=errand.losses, hint=hint)
-    return errand
+        raise OutputError(f"the same work was lost {TRIES} times", where=pending.losses, hint=hint)
+    return pending

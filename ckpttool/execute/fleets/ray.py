@@ -1,11 +1,11 @@
 """Nodes of a Ray cluster (``--on ray``). The only module that imports ray.
 
-On each node one process works, a *hand*: an actor of one CPU that Ray neither moves nor restarts. A hand opens the job
-once and has up to two orders, so that the next one begins when one is done. Where a hand ends, its orders are lost, and
-the node gets a new hand while Ray has the node. Ray's own placement and repetition would fill one node before the
-next, and wait for a place on a node that is busy with something else.
+On each node one process works, a *worker*: an actor of one CPU that Ray neither moves nor restarts. A worker opens the
+job once and has up to two orders, so that the next one begins when one is done. When a worker ends, its orders are
+lost, and the node gets a new worker while Ray has the node. Ray's own placement and repetition would fill one node
+before the next, and wait for a place on a node that is busy with something else.
 
-Nodes get this package with the hand (``py_modules``), so that all have the same. What it needs must be there.
+Nodes get this package with the worker (``py_modules``), so that all have the same. What it needs must be there.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpttool import version
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
+from ckpttool.execute.error_data import error_from_data, on_node
 from ckpttool.execute.fleets.base import Job, Order, Reply
-from ckpttool.execute.told import on_node, revived
 from ckpttool.version import __version__
 
 _DEPTH = 2
-"""Orders of a hand: the one that it does, and the next."""
+"""Orders of a worker: the one that it does, and the next."""
 _STRIKES = 3
-"""Hands that a node may lose one after the other, without an answer, until it gets no more."""
+"""Workers that a node may lose one after the other, without an answer, until it gets no more."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the nodes of the cluster."""
 _FIRST, _OTHERS = 120.0, 5.0
-"""Seconds to wait until a hand can begin, and then for those of other nodes, which may come later, too."""
+"""Seconds to wait until a worker can begin, and then for those of other nodes, which may come later, too."""
 _REACH = 10.0
 """Seconds to reach the cluster."""
 _ANY = ("auto", "local")
@@ -48,7 +48,7 @@ _SETTINGS = b"\x04"
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
 """What a client of HTTP/2, and so of gRPC, says first (RFC 9113, 3.4); the server answers with its settings."""
 _DISMISS = 10.0
-"""Seconds for hands to end in."""
+"""Seconds for workers to end in."""
 
 
 def fleet(address: str) -> RayFleet:
@@ -58,14 +58,14 @@ def fleet(address: str) -> RayFleet:
 
 @dataclass(slots=True)
 class _Station:
-    """A node, and its hand."""
+    """A node, and its worker."""
 
     node: str
     """Its number in the cluster."""
     label: str
-    hand: Any = None
+    worker: Any = None
     ready: bool = False
-    """Whether the hand has opened the job."""
+    """Whether the worker has opened the job."""
     orders: int = 0
     strikes: int = 0
 
@@ -80,14 +80,14 @@ class RayFleet:
         """Takes back what made Ray quiet."""
         self._stations: dict[str, _Station] = {}
         self._away: dict[Any, tuple[_Station, Any, int | None]] = {}
-        """Reference to an answer -> who gives it, and the ticket; None is the word that a hand can begin."""
+        """Reference to an answer -> who gives it, and the ticket; None is the word that a worker can begin."""
         self._backlog: list[Reply] = []
         self._looked = -_LOOK_EVERY
         self._job: Any = None
-        self._make_hand: Any = None
+        self._worker_class: Any = None
         self.head = ""
         self._trouble = ""
-        """Why the last hand could not begin."""
+        """Why the last worker could not begin."""
 
     def start(self, job: Job) -> None:
         if not self._connected:
@@ -100,23 +100,23 @@ class RayFleet:
                 _check_connected(self._address)
             self._connected = True
             self.head = str(ray.get_runtime_context().gcs_address)
-            self._make_hand = ray.remote(_hand_class())
+            self._worker_class = ray.remote(_hand_class())
         self._job = ray.put(job)
         for station in self._stations.values():
-            if station.hand is not None:
+            if station.worker is not None:
                 station.ready = False
                 self._begin(station)
         self._looked = -_LOOK_EVERY
         self._gather()
 
     def _gather(self) -> None:
-        """Wait for hands that have opened the job."""
+        """Wait for workers that have opened the job."""
         until = time.monotonic() + _FIRST
         while time.monotonic() < until:
             for reply in self.replies(0.1):
                 if reply.error is not None:
                     raise on_node(reply.error, reply.node)
-            coming = [s for s in self._stations.values() if s.hand is not None and not s.ready]
+            coming = [s for s in self._stations.values() if s.worker is not None and not s.ready]
             if self.nodes():
                 until = min(until, time.monotonic() + _OTHERS) if coming else 0
             elif self._stations and all(s.strikes >= _STRIKES for s in self._stations.values()):
@@ -137,7 +137,7 @@ class RayFleet:
     def send(self, ticket: int, order: Order) -> None:
         station = min([s for s in self._stations.values() if s.ready], key=lambda s: (s.orders, s.strikes))
         station.orders += 1
-        self._away[station.hand.do.remote(order)] = (station, station.hand, ticket)
+        self._away[station.worker.do.remote(order)] = (station, station.worker, ticket)
 
     def replies(self, timeout: float) -> Sequence[Reply]:
         self._look()
@@ -154,8 +154,8 @@ class RayFleet:
         return found
 
     def end(self, *, now: bool) -> None:
-        hands = [s.hand for s in self._stations.values() if s.hand is not None]
-        idle = [s.hand for s in self._stations.values() if s.ready and not s.orders]
+        workers = [s.worker for s in self._stations.values() if s.worker is not None]
+        idle = [s.worker for s in self._stations.values() if s.ready and not s.orders]
         self._stations, self._away = {}, {}
         if not self._connected:
             return
@@ -163,10 +163,11 @@ class RayFleet:
         with contextlib.suppress(RayError):
             if idle and not now:
                 ray.wait([h.close.remote() for h in idle], num_returns=len(idle), timeout=_DISMISS)
-            for hand in hands:
-                ray.kill(hand)
-            # A call of a hand fails when there is none any more.
-            ray.wait([h.close.remote() for h in hands], num_returns=len(hands), timeout=_DISMISS) if hands else None
+            for worker in workers:
+                ray.kill(worker)
+            # A call of a worker fails when there is none any more.
+            if workers:
+                ray.wait([w.close.remote() for w in workers], num_returns=len(workers), timeout=_DISMISS)
         self._job = None
         if self._ours:
             ray.shutdown()
@@ -175,7 +176,7 @@ class RayFleet:
     # -- nodes come and go
 
     def _look(self) -> None:
-        """See which nodes there are, and give each a hand."""
+        """See which nodes there are, and give each a worker."""
         if time.monotonic() - self._looked < _LOOK_EVERY:
             return
         alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1}
@@ -185,8 +186,8 @@ class RayFleet:
             station = self._stations.get(node)
             if station is None:
                 station = self._stations[node] = _Station(node, self._label(said))
-            if station.hand is None and station.strikes < _STRIKES:
-                self._hire(station)
+            if station.worker is None and station.strikes < _STRIKES:
+                self._add_worker(station)
         self._looked = time.monotonic()
 
     def _label(self, said: dict[str, Any]) -> str:
@@ -195,17 +196,17 @@ class RayFleet:
         taken = label in {s.label for s in self._stations.values()}
         return f"{label[:-1]}, node {said['NodeID'][:8]})" if taken else label
 
-    def _hire(self, station: _Station) -> None:
+    def _add_worker(self, station: _Station) -> None:
         place = NodeAffinitySchedulingStrategy(station.node, soft=False)
-        station.hand = self._make_hand.options(
+        station.worker = self._worker_class.options(
             num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=place
         ).remote()
         self._begin(station)
 
     def _begin(self, station: _Station) -> None:
-        # In a list, it is not fetched before the hand has seen that it can read it.
-        ref = station.hand.begin.remote([self._job], __version__, str(Path.cwd()))
-        self._away[ref] = (station, station.hand, None)
+        # In a list, it is not fetched before the worker has seen that it can read it.
+        ref = station.worker.begin.remote([self._job], __version__, str(Path.cwd()))
+        self._away[ref] = (station, station.worker, None)
 
     def _bury(self, station: _Station) -> None:
         """A node is gone, whatever else is heard of it."""
@@ -215,11 +216,11 @@ class RayFleet:
                 self._backlog.append(Reply(ticket, station.label, lost="the node is gone"))
         station.ready = False
 
-    # -- what hands say
+    # -- what workers say
 
     def _hear(self, ref: Any) -> None:
-        station, hand, ticket = self._away.pop(ref)
-        if ticket is not None and hand is station.hand:
+        station, worker, ticket = self._away.pop(ref)
+        if ticket is not None and worker is station.worker:
             station.orders -= 1
         try:
             said = ray.get(ref)
@@ -227,12 +228,12 @@ class RayFleet:
             error = UsageError(f"Ray cannot bring ckpttool to a node: {_line(e)}")
             self._backlog.append(Reply(None, station.label, error=error))
         except RayError as e:
-            self._lose(station, hand, ticket, e)
+            self._lose(station, worker, ticket, e)
         else:
             if "unfit" in said:
                 self._backlog.append(Reply(None, station.label, error=_unfit(said)))
             elif "error" in said:
-                error_ = revived(said["error"], whose="a process of Ray")
+                error_ = error_from_data(said["error"], whose="a process of Ray")
                 self._backlog.append(Reply(ticket, station.label, error=error_))
             elif ticket is None:
                 station.ready = True
@@ -240,15 +241,15 @@ class RayFleet:
                 station.strikes = 0
                 self._backlog.append(Reply(ticket, station.label, answer=said["answer"]))
 
-    def _lose(self, station: _Station, hand: Any, ticket: int | None, why: RayError) -> None:
-        """A hand is gone."""
+    def _lose(self, station: _Station, worker: Any, ticket: int | None, why: RayError) -> None:
+        """A worker is gone."""
         reason = "out of memory" if "low on memory" in str(why) else "its process is gone"
-        if station.hand is hand:
-            station.hand, station.ready, station.orders = None, False, 0
+        if station.worker is worker:
+            station.worker, station.ready, station.orders = None, False, 0
             station.strikes += 1
         if isinstance(why, ActorUnavailableError):  # Ray cannot tell; it shall not come back
             with contextlib.suppress(RayError):
-                ray.kill(hand)
+                ray.kill(worker)
         if ticket is None:
             self._trouble = _line(why)
         else:
@@ -342,13 +343,13 @@ def _reach(address: str) -> None:
 
 
 def _hand_class() -> type:
-    """The class of hands.
+    """The class of workers.
 
     A class in a function goes to the nodes as it is. A node that lacks this package or what it needs can then say so.
     So methods import what they use.
     """
 
-    class Hand:
+    class RayWorker:
         worker: Any = None
 
         def begin(self, job: list[Any], expected: str, cwd: str) -> dict[str, Any]:
@@ -365,8 +366,8 @@ def _hand_class() -> type:
 
                 if __version__ != expected:
                     return {"unfit": __version__}
-                importlib.import_module("ckpttool.execute.engine")  # with all that a job needs
-                from ckpttool.execute.told import told
+                importlib.import_module("ckpttool.execute.blocks")  # with all that a job needs
+                from ckpttool.execute.error_data import error_to_data
             except ModuleNotFoundError as e:
                 return {"unfit": "", "module": e.name}
             try:
@@ -380,21 +381,21 @@ def _hand_class() -> type:
             except ray.exceptions.RayError:
                 raise
             except Exception as e:  # noqa: BLE001 - raised again by the run
-                return {"error": told(e)}
+                return {"error": error_to_data(e)}
             finally:
                 gc.enable()
             return {}
 
         def do(self, order: dict[str, Any]) -> dict[str, Any]:
-            from ckpttool.execute.told import told
+            from ckpttool.execute.error_data import error_to_data
 
             try:
                 return {"answer": self.worker.do(order)}
             except Exception as e:  # noqa: BLE001 - raised again by the run
-                return {"error": told(e)}
+                return {"error": error_to_data(e)}
 
         def close(self) -> None:
             if self.worker is not None:
                 self.worker.close()
 
-    return Hand
+    return RayWorker

@@ -1,1 +1,1 @@
-"""Runs on several machines: shares of a run, who gives them out, who does them, and processes with nobody in charge."""
+"""A run on several machines: who gives out its tasks, who does them, and the same call for many items."""

@@ -31,7 +31,7 @@ def each(
     """
     if fleet is None:
         return in_turn(_WORKERS, work.do, items, work.reads)
-    from ckpttool.execute.fleets.calls import map_over
+    from ckpttool.execute.machines.calls import map_over
 
     return map_over(fleet, work, items, list(map(size, items)))
 

@@ -19,9 +19,9 @@ from ckpttool.execute.fleets.base import Answer, Fleet
 from ckpttool.execute.fleets.dispatch import dispatch
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.machines.node import NodeJob
-from ckpttool.execute.machines.shares import Survey
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
+from ckpttool.execute.shares import Survey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.storage.travel import check_sent
 
@@ -67,7 +67,7 @@ class Fleetwork:
         """Parts."""
         self._moved = 0
 
-    def hire(self, tasks: Sequence[Task], finished: Finished) -> None:
+    def start_workers(self, tasks: Sequence[Task], finished: Finished) -> None:
         """Machines are asked when there is something to write to. Raises UsageError for sources that do not travel."""
         check_sent([s.path for s in self.plan.sources])
 

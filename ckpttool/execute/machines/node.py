@@ -24,10 +24,10 @@ from ckpttool.execute.destinations import branch_for
 from ckpttool.execute.files import Medium
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, ranges
-from ckpttool.execute.machines.held import Held
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.remote import check_here, open_medium
 from ckpttool.execute.schedule import Part, Schedule
+from ckpttool.execute.withheld_pages import WithholdingMedium
 from ckpttool.execute.workforce import Outlet, Workforce
 from ckpttool.storage.access import settings, use_settings
 from ckpttool.storage.place import parse_place
@@ -81,7 +81,7 @@ class Node:
         paths = [str(self._branch.partial / o.name) for o in plan.outputs]
         self._outlet = Outlet(paths, self._branch.spools, self._branch.locks, alone=False, fence=self._branch.fence)
         self._options = RunOptions(memory=job.memory, workers=job.workers, connections=job.connections)
-        self._pool: Held | None = None
+        self._pool: WithholdingMedium | None = None
         self._workforce: Workforce | None = None
         self._parts: list[int] = []
         self._sums: dict[str, str] = {}
@@ -121,17 +121,17 @@ class Node:
         answer |= {"read": workforce.bytes_read - read, "written": workforce.bytes_written - written}
         return answer | self._branch.finish(pool)
 
-    def _ready(self) -> tuple[Held, Workforce]:
+    def _ready(self) -> tuple[WithholdingMedium, Workforce]:
         if self._pool is None or self._workforce is None:
             job, options = self._job, self._options
-            self._pool = Held(open_medium(memory=options.memory // 2, connections=options.connections))
+            self._pool = WithholdingMedium(open_medium(memory=options.memory // 2, connections=options.connections))
             self._pool.scratch = str(self._branch.partial)
             self._pool.fence = self._branch.fence
             for output, path in zip(job.plan.outputs, self._outlet.paths, strict=True):
                 self._pool.expect_writes(path, scattered=output.summed)
             self._workforce = Workforce(job.plan, self._outlet, options, job.hashes, threading.Event())
             self._workforce.ahead = options.memory // 2 if job.far else 0
-            self._workforce.hire(self._tasks.computing(), Finished())
+            self._workforce.start_workers(self._tasks.computing(), Finished())
         return self._pool, self._workforce
 
     # -- seen by the workforce

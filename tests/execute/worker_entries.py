@@ -1,4 +1,4 @@
-"""What fresh interpreters run for test_crew.py. Imports no test library, which would take longer than the test."""
+"""What fresh interpreters run for test_worker_pool.py. It imports no test library: that would take longer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import ConflictError
-from ckpttool.execute import crew, worker
-from ckpttool.execute.crew import Answer, Order, Serve
+from ckpttool.execute import compute_worker, worker_pool
+from ckpttool.execute.worker_pool import Answer, Order, Serve
 
 
 def serve(order: Order, tell: Callable[[Answer], None]) -> None:
@@ -27,14 +27,14 @@ def serve(order: Order, tell: Callable[[Answer], None]) -> None:
 
 def main() -> None:
     """The helper of these tests."""
-    crew.help_out(lambda _job: lambda: serve)
+    worker_pool.help_out(lambda _job: lambda: serve)
 
 
 def noting() -> None:
     """The helper of a run: its workers leave a file with their number when they get an order."""
 
     def server(said: dict[str, Any]) -> Callable[[], Serve]:
-        make = worker.server(worker.Job.from_json(said))
+        make = compute_worker.server(compute_worker.Job.from_json(said))
 
         def noted() -> Serve:
             work = make()
@@ -48,7 +48,7 @@ def noting() -> None:
 
         return noted
 
-    crew.help_out(server)
+    worker_pool.help_out(server)
 
 
 def slow() -> None:
@@ -65,4 +65,4 @@ def slow() -> None:
 
         return made
 
-    crew.help_out(server)
+    worker_pool.help_out(server)

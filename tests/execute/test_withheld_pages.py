@@ -11,27 +11,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.execute.crew import Answer
+from ckpttool.execute import shares
+from ckpttool.execute.compute_worker import Job, edges, order, server
 from ckpttool.execute.files import FilePool, create
-from ckpttool.execute.machines import shares
-from ckpttool.execute.machines.held import Held
 from ckpttool.execute.schedule import part_limit, schedule
-from ckpttool.execute.worker import Job, edges, order, server
+from ckpttool.execute.withheld_pages import WithholdingMedium
+from ckpttool.execute.worker_pool import Answer
 from tests.execute.merges import merge_plan
 
 SIZE = 100
 
 
 @contextlib.contextmanager
-def opened(path: str, size: int = SIZE) -> Iterator[tuple[Held, FilePool]]:
+def opened(path: str, size: int = SIZE) -> Iterator[tuple[WithholdingMedium, FilePool]]:
     """A medium that can hold, the one below it, and a file of zeros."""
     create(path, size)
     with FilePool() as pool:
         pool.expect_writes(path)
-        yield Held(pool), pool
+        yield WithholdingMedium(pool), pool
 
 
-def read(medium: Held, path: str, offset: int, *sizes: int) -> bytes:
+def read(medium: WithholdingMedium, path: str, offset: int, *sizes: int) -> bytes:
     memory = bytearray(sum(sizes))
     views, at = [], 0
     for n in sizes:

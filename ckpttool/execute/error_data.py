@@ -14,7 +14,7 @@ _KINDS: dict[str, type[CkptError]] = {
 }
 
 
-def told(error: BaseException) -> list[Any]:
+def error_to_data(error: BaseException) -> list[Any]:
     """An error as JSON has it. Of one that nobody expected, the traceback."""
     if isinstance(error, CkptError):
         kind = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _KINDS)  # a subclass may be of one storage
@@ -22,8 +22,8 @@ def told(error: BaseException) -> list[Any]:
     return ["", "".join(traceback.format_exception(error)), [], None, ""]
 
 
-def revived(said: list[Any], *, whose: str) -> Exception:
-    """The error that ``told`` was given; ``whose`` is where an unexpected one came up."""
+def error_from_data(said: list[Any], *, whose: str) -> Exception:
+    """The error that ``error_to_data`` was given; ``whose`` is where an unexpected one came up."""
     kind, what, where, hint, finding = said
     if kind not in _KINDS:
         return RuntimeError(f"in {whose}:\n{what}")

@@ -1,8 +1,7 @@
 """Bytes that a machine may not write, because others write into the same pages of a file.
 
-Whoever does a share of a run has its writes go through a ``Held``. It lets through what lies on pages of this share
-alone, and keeps the rest, which somebody writes who does so for all shares. What is read again is what was written,
-wherever it is by then.
+A machine that does a share of a run writes through a ``WithholdingMedium``. It writes what lies on pages of this share
+alone, and keeps the rest, which one machine writes for all shares. Reads return what was written, kept or not.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ckpttool.core.encodings import Contents
+from ckpttool.execute import shares
 from ckpttool.execute.files import Fence, Medium
-from ckpttool.execute.machines import shares
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -49,7 +48,7 @@ class _Page:
             yield a, self.data[a:b].tobytes()
 
 
-class Held:
+class WithholdingMedium:
     """A medium that keeps what is written to the pages that it is told to hold.
 
     It holds nothing at first, and is the medium that it was made of then.

@@ -8,8 +8,8 @@ import pytest
 
 from ckpttool.containers.safetensors import HeaderError
 from ckpttool.errors import CkptError, CorruptError, OutputError, VerifyError
+from ckpttool.execute.error_data import error_from_data, error_to_data
 from ckpttool.execute.files import SourceReadError
-from ckpttool.execute.told import revived, told
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from ckpttool.execute.told import revived, told
     ],
 )
 def test_errors_that_users_meet(raised: CkptError, expected: type[CkptError]) -> None:
-    found = revived(json.loads(json.dumps(told(raised))), whose="a worker process")
+    found = error_from_data(json.loads(json.dumps(error_to_data(raised))), whose="a worker process")
     assert type(found) is expected
     assert isinstance(found, CkptError)
     assert (found.what, found.where, found.hint) == (raised.what, raised.where, raised.hint)
@@ -32,7 +32,7 @@ def test_errors_that_users_meet(raised: CkptError, expected: type[CkptError]) ->
 def test_a_defect_brings_its_traceback() -> None:
     with pytest.raises(KeyError) as caught:
         dict[str, int]()["missing"]
-    said = told(caught.value)
-    found = revived(said, whose="a worker process")
+    said = error_to_data(caught.value)
+    found = error_from_data(said, whose="a worker process")
     assert str(found).startswith("in a worker process:\nTraceback")
     assert "KeyError: 'missing'" in str(found)

@@ -15,11 +15,11 @@ from ckpttool.errors import CkptError
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.members import CommittedError
 from ckpttool.execute.destinations.object_member import ObjectCommit, ObjectMember
-from ckpttool.execute.engine import Hands, Run
+from ckpttool.execute.engine import Run, TaskExecutor
 from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
-from ckpttool.execute.machines.late import verifying
 from ckpttool.execute.options import Checksum, PhasedProgress, Progress, RunOptions
+from ckpttool.execute.parts.late import verifying
 from ckpttool.execute.schedule import Part
 
 
@@ -45,10 +45,10 @@ class SentShare(Run):
         self.tasks = [self.tasks[t] for t in self.destination.own]
         return finished
 
-    def _hire(self, finished: Finished) -> Hands:
-        hands = super()._hire(finished)
+    def _start_executor(self, finished: Finished) -> TaskExecutor:
+        executor = super()._start_executor(finished)
         self.destination.beat()
-        return hands
+        return executor
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """The destination has made the files."""
@@ -58,10 +58,10 @@ class SentShare(Run):
 
     def _work(
         self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
-    ) -> Hands:
-        hands = super()._work(pool, finished, undisturbed)
-        self.record(pool, *hands.unrecorded())
-        return hands
+    ) -> TaskExecutor:
+        executor = super()._work(pool, finished, undisturbed)
+        self.record(pool, *executor.unrecorded())
+        return executor
 
     def _finish(self, pool: Medium) -> None:
         self._check_sources()

@@ -21,12 +21,12 @@ import pytest
 from ckpttool.core.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
 from ckpttool.core.plan import Run as RowBlock
 from ckpttool.errors import ConflictError, OutputError
-from ckpttool.execute import RunOptions, crew, run, workforce
-from ckpttool.execute.crew import Answer, ProcessPool, Serve
-from ckpttool.execute.wire import decode, encode
+from ckpttool.execute import RunOptions, run, worker_pool, workforce
+from ckpttool.execute.plan_json import decode, encode
+from ckpttool.execute.worker_pool import Answer, ProcessPool, Serve
 from tests.execute.merges import merge_plan, written
 
-HELPERS = "tests.execute.helpers_of_crews"
+HELPERS = "tests.execute.worker_entries"
 
 
 @pytest.fixture
@@ -41,16 +41,16 @@ def beside() -> Iterator[threading.Thread]:
     thread.join()
 
 
-def hired(count: int = 2, keep: tuple[int, ...] = ()) -> ProcessPool:
+def started(count: int = 2, keep: tuple[int, ...] = ()) -> ProcessPool:
     def no_serve() -> Serve:
         raise AssertionError("forked beside a thread")
 
-    found = crew.spawn(count, {}, no_serve, f"{HELPERS}:main", keep)
+    found = worker_pool.spawn(count, {}, no_serve, f"{HELPERS}:main", keep)
     assert found is not None
     return found
 
 
-def ask(worker: crew.Worker, **order: object) -> dict[str, Any]:
+def ask(worker: worker_pool.Worker, **order: object) -> dict[str, Any]:
     told: list[Answer] = []
     worker.do(order, told.append)
     return told[0]
@@ -78,8 +78,8 @@ def test_workers_beside_a_thread() -> None:
     """They are processes of their own, none of them a fork of this one, and end when they are dismissed."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not crew.can_fork()
-        found = hired(3)
+        assert not worker_pool.can_fork()
+        found = started(3)
         said = [ask(w) for w in found.workers]
         found.dismiss(now=False)
         found.close()
@@ -91,7 +91,7 @@ def test_workers_beside_a_thread() -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_errors_and_deaths_beside_a_thread() -> None:
-    found = hired(3)
+    found = started(3)
     with pytest.raises(ConflictError) as caught:
         ask(found.workers[0], fail=True)
     assert (caught.value.what, caught.value.where, caught.value.hint) == ("what", ("here",), "so")
@@ -109,16 +109,16 @@ def test_errors_and_deaths_beside_a_thread() -> None:
 @pytest.mark.usefixtures("beside")
 def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is still told how its worker ended, while the others are killed."""
-    hears, asks = crew._Helper.hears, threading.Event()
+    hears, asks = worker_pool._Helper.hears, threading.Event()
 
-    def late(helper: crew._Helper) -> object:
+    def late(helper: worker_pool._Helper) -> object:
         asks.set()
         time.sleep(0.05)
         return hears(helper)
 
     def killed() -> None:
-        found = hired(2)
-        monkeypatch.setattr(crew._Helper, "hears", late)
+        found = started(2)
+        monkeypatch.setattr(worker_pool._Helper, "hears", late)
         asking = threading.Thread(target=wait, args=(found.workers[0],))
         asking.start()
         asks.wait()
@@ -126,7 +126,7 @@ def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.Monkey
         asking.join()
         found.close()
 
-    def wait(worker: crew.Worker) -> None:
+    def wait(worker: worker_pool.Worker) -> None:
         with pytest.raises(OutputError, match="a worker process ended"):
             ask(worker, die=True)
 
@@ -139,7 +139,7 @@ def test_what_is_killed_ends_at_once(tmp_path: Path) -> None:
     """And only then is a lock free that the workers hold, too."""
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    found = hired(2, (fd,))
+    found = started(2, (fd,))
     pids = [ask(w)["pid"] for w in found.workers]
     os.close(fd)
     other = os.open(tmp_path, os.O_RDONLY)
@@ -230,7 +230,7 @@ SCRIPT = """
         run(plan, here / "dst", RunOptions(workers=2))
         assert written(here / "dst") == want
     print("end", flush=True)
-    workforce._ENTRY = "tests.execute.helpers_of_crews:slow"
+    workforce._ENTRY = "tests.execute.worker_entries:slow"
     run(plan, here / "killed", RunOptions(workers=2))
 """
 

@@ -21,11 +21,9 @@ from ckpttool.execute.destinations import destination_for
 from ckpttool.execute.destinations.base import Destination
 from ckpttool.execute.destinations.claims import TakenOverError
 from ckpttool.execute.destinations.members import CommitDestination, CommittedError, MemberDestination, PeerError
-from ckpttool.execute.engine import Hands, Run, write_literals
+from ckpttool.execute.engine import Run, TaskExecutor, write_literals
 from ckpttool.execute.files import Medium, create, share, write_error
 from ckpttool.execute.journal import Edge, Finished
-from ckpttool.execute.machines.held import Held
-from ckpttool.execute.machines.late import is_made, verify_made, verifying
 from ckpttool.execute.options import (
     Checksum,
     Member,
@@ -35,7 +33,9 @@ from ckpttool.execute.options import (
     RunResult,
     Standing,
 )
+from ckpttool.execute.parts.late import is_made, verify_made, verifying
 from ckpttool.execute.schedule import Part
+from ckpttool.execute.withheld_pages import WithholdingMedium
 from ckpttool.execute.workforce import Outlet
 
 
@@ -64,7 +64,7 @@ def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: P
 def _share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> _Part:
     if isinstance(destination, MemberDestination):
         return _Share(plan, destination, options, progress)
-    from ckpttool.execute.machines.member_objects import share  # with a package that a directory does not need
+    from ckpttool.execute.parts.member_objects import share  # with a package that a directory does not need
 
     return share(plan, destination, options, progress)
 
@@ -129,7 +129,7 @@ def _ended(progress: Progress, result: RunResult, said: str, standing: Standing)
     return replace(result, notes=[*result.notes, said], standing=standing)
 
 
-class _Pages(Held):
+class _Pages(WithholdingMedium):
     """Keeps what other machines write, too, and lets nobody write who was thought dead."""
 
     def __init__(self, medium: Medium, check: Callable[[], None]) -> None:
@@ -155,18 +155,18 @@ class _Share(Run):
     def _medium(self, medium: Medium) -> Medium:
         return _Pages(medium, self.destination.check_lately)
 
-    def _hire(self, finished: Finished) -> Hands:
-        hands = super()._hire(finished)
+    def _start_executor(self, finished: Finished) -> TaskExecutor:
+        executor = super()._start_executor(finished)
         self.destination.beat()
-        return hands
+        return executor
 
     def _work(
         self, pool: Medium, finished: Finished, undisturbed: Callable[[], AbstractContextManager[object]]
-    ) -> Hands:
-        hands = super()._work(pool, finished, undisturbed)
-        self.record(pool, *hands.unrecorded())
+    ) -> TaskExecutor:
+        executor = super()._work(pool, finished, undisturbed)
+        self.record(pool, *executor.unrecorded())
         self._show(sum([p.nbytes for t in self.tasks for p in t.parts]))
-        return hands
+        return executor
 
     def _finish(self, pool: Medium) -> None:
         self.waiting = self.destination.leave()
@@ -195,7 +195,7 @@ class _Share(Run):
 
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Have the outputs made, by this part or another one."""
-        assert isinstance(pool, Held)  # noqa: S101 - for mypy: see ``_medium``
+        assert isinstance(pool, WithholdingMedium)  # noqa: S101 - for mypy: see ``_medium``
         pool.scratch = str(self.destination.meeting.path)  # what is below stays where it is
         paths, pages = self.outlet.paths, self.destination.pages
         outputs = {path: i for i, path in enumerate(paths)}

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from ckpttool.errors import CkptError, OutputError
-from ckpttool.execute.told import revived, told
+from ckpttool.execute.error_data import error_from_data, error_to_data
 from ckpttool.storage import system
 from ckpttool.version import __version__
 
@@ -94,7 +94,7 @@ class Worker:
             except (ValueError, OSError):
                 raise self._lost() from None
             if "error" in answer:
-                raise revived(answer["error"], whose="a worker process")
+                raise error_from_data(answer["error"], whose="a worker process")
             tell(answer)
             if "end" in answer:
                 return
@@ -353,7 +353,7 @@ def _live(parent: int, orders: int, answers: int, serve: Callable[[], Serve]) ->
                 except BrokenPipeError:
                     raise
                 except Exception as e:  # noqa: BLE001 - raised again by the parent
-                    tell({"error": told(e)})
+                    tell({"error": error_to_data(e)})
         status = 0
     except BrokenPipeError:
         pass

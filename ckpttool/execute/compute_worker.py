@@ -24,16 +24,16 @@ from ckpttool.core.encodings import Contents
 from ckpttool.core.plan import Compute, Quantize, Randomness, Unit
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
-from ckpttool.execute.crew import Answer, Order, Serve, help_out
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Fence, Medium
 from ckpttool.execute.hashing import Sums
-from ckpttool.execute.machines.held import Held
+from ckpttool.execute.plan_json import decode, encode
 from ckpttool.execute.quantize import Quantizing
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Task, computing_task
-from ckpttool.execute.wire import decode, encode
+from ckpttool.execute.withheld_pages import WithholdingMedium
+from ckpttool.execute.worker_pool import Answer, Order, Serve, help_out
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.storage.access import QUERIES
@@ -103,7 +103,7 @@ def server(job: Job) -> Callable[[], Serve]:
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
 
     def start() -> Serve:
-        pool = Held(open_medium(memory=job.ahead, connections=job.connections))
+        pool = WithholdingMedium(open_medium(memory=job.ahead, connections=job.connections))
         pool.fence = job.fence
         work = ComputeWorker(job, draws, pool, threading.Event()).serve
         outputs = {path: i for i, path in enumerate(job.paths)}
@@ -208,5 +208,5 @@ class _Meter:
 
 
 def main() -> None:
-    """In a fresh interpreter that forks the workers: see ``crew``."""
+    """In a fresh interpreter that forks the workers: see ``worker_pool``."""
     help_out(lambda said: server(Job.from_json(said)))

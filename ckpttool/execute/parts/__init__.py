@@ -1,0 +1,1 @@
+"""One part of a run (``--part K/N``): equal processes without a coordinator, numbered by launchers."""
