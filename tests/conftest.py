@@ -149,8 +149,8 @@ def _of_product(
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
     """Of files on other machines: servers of tests give other bytes under one name."""
-    if readahead := sys.modules.get("ckpttool.storage.readahead"):
-        readahead.forget()
+    if caches := sys.modules.get("ckpttool.storage.caches"):
+        caches.forget()
 
 
 def pytest_runtest_teardown() -> None:

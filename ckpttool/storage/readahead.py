@@ -1,13 +1,13 @@
-"""Small reads of a file on another machine, answered from windows of it that are kept.
+"""Small reads of a file on another machine, answered from blocks of it in the byte cache of the process.
 
-Headers, pickles and zips are read in many small steps, and each step would be a request. What is kept is shared by all
-files of the process: recognising a format, reading its header and looking at it once more take one request.
+Headers, pickles and zips are read in many small steps, and each step would be a request. With the cache, recognising a
+format, reading its header and looking at it once more take one request.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TypeVar
 
 from ckpttool.errors import CkptError
+from ckpttool.storage.caches import BYTES
 
 T = TypeVar("T")
 
@@ -24,17 +25,14 @@ HEAD = 16
 """Blocks of the first request at the beginning of a file: most headers."""
 LONGEST = 128
 """Blocks that a request asks for ahead, where reads follow each other."""
-KEPT = 4096
-"""Blocks of all files together: 64 MiB."""
+MOST_EXPECTED = 2048
+"""Blocks that ``expect`` asks for: half of what the cache holds."""
 STRAIGHT = LONGEST * BLOCK
 """A read of so many bytes is a request of its own, and nothing of it is kept."""
 
 AT_ONCE = 16
 """Requests at a time."""
 
-_blocks: OrderedDict[tuple[Hashable, int], bytes] = OrderedDict()
-"""The last ones that were used, by what identifies the file and by number."""
-_lock = threading.Lock()
 _requests = threading.BoundedSemaphore(AT_ONCE)
 
 
@@ -61,8 +59,7 @@ class Windows:
         """Have the blocks in which reads will begin, several requests at a time. What cannot be read now is told by
         the read."""
         wanted = sorted({at // BLOCK for at in places if 0 <= at < self._size})
-        with _lock:
-            missing = [i for i in wanted if (self._key, i) not in _blocks][: KEPT // 2]
+        missing = [i for i in wanted if (self._key, i) not in BYTES][:MOST_EXPECTED]
         for _ in at_once([partial(self._keep, i) for i in missing]) if missing else ():
             pass
 
@@ -72,14 +69,11 @@ class Windows:
 
     def _block(self, i: int, last: int) -> bytes:
         """A block; when it is not there, with those that are wanted next, ``last`` at least."""
-        with _lock:
-            if (found := _blocks.get((self._key, i))) is not None:
-                _blocks.move_to_end((self._key, i))
-                return found
-            self._ahead = min(2 * self._ahead, LONGEST) if i == self._next else HEAD if i == 0 else 1
-            stop = max(last + 1, i + self._ahead)
-            stop = next((k for k in range(i + 1, stop) if (self._key, k) in _blocks), stop)
-            self._next = stop
+        if (found := BYTES.get((self._key, i))) is not None:
+            return found
+        self._ahead = min(2 * self._ahead, LONGEST) if i == self._next else HEAD if i == 0 else 1
+        stop = max(last + 1, i + self._ahead)
+        stop = self._next = next((k for k in range(i + 1, stop) if (self._key, k) in BYTES), stop)
         begin = i * BLOCK
         data = self._fetch(begin, min(stop * BLOCK, self._size) - begin)
         return self._store(i, data)
@@ -87,12 +81,9 @@ class Windows:
     def _store(self, i: int, data: bytes) -> bytes:
         """Keep blocks from ``i`` on. Returns the first."""
         blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)] or [b""]
-        with _lock:
-            for k, block in enumerate(blocks, i):
-                if len(block) == min(BLOCK, self._size - k * BLOCK):
-                    _blocks[self._key, k] = block
-            while len(_blocks) > KEPT:
-                _blocks.popitem(last=False)
+        for k, block in enumerate(blocks, i):
+            if len(block) == min(BLOCK, self._size - k * BLOCK):
+                BYTES.put((self._key, k), block)
         return blocks[0]
 
     def _fetch(self, at: int, n: int) -> bytes:
@@ -120,9 +111,3 @@ def at_once(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         finally:
             for waiting in begun:
                 waiting.cancel()
-
-
-def forget() -> None:
-    """All that is kept."""
-    with _lock:
-        _blocks.clear()

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, Self
 from unittest.mock import patch
 
 from ckpttool.core.files import DataFile
+from ckpttool.storage.caches import forget
 from ckpttool.storage.place import SCHEMES
-from ckpttool.storage.readahead import forget
 from ckpttool.storage.stream import stream
 
 FILES: dict[PurePosixPath, bytes] = {}

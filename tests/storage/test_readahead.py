@@ -11,8 +11,9 @@ import pytest
 
 import ckpttool as library
 from ckpttool.errors import CorruptError
+from ckpttool.storage.caches import BYTES, KEPT_BYTES
 from ckpttool.storage.place import expect, open_file, parse_place, read_each
-from ckpttool.storage.readahead import BLOCK, HEAD, KEPT, LONGEST, STRAIGHT, Windows, _blocks
+from ckpttool.storage.readahead import BLOCK, HEAD, LONGEST, STRAIGHT, Windows
 from tests.helpers.command import ckpttool
 from tests.helpers.memory import FILES, TRAFFIC, MemoryFile, in_memory
 
@@ -119,7 +120,7 @@ def test_what_is_kept_is_bounded() -> None:
         windows = Windows(i, 100 * LONGEST * BLOCK, read_into)
         for at in range(0, 4 * LONGEST * BLOCK, STRAIGHT - 1):
             windows.pread(STRAIGHT - 1, at)
-        assert len(_blocks) <= KEPT + LONGEST
+        assert sum(map(len, BYTES._held.values())) == BYTES._size <= KEPT_BYTES
     TRAFFIC.clear()
 
 
@@ -135,7 +136,7 @@ def test_another_file_of_the_same_name_is_another_file() -> None:
 def test_a_file_that_ends_early_is_not_kept_as_whole() -> None:
     windows = Windows("early", 10 * BLOCK, lambda buffer, at: min(len(buffer), max(0, 100 - at)))
     assert len(windows.pread(1000, 0)) == 100
-    assert not [key for key in _blocks if key[0] == "early"]
+    assert ("early", 0) not in BYTES
 
 
 def test_files_are_read_at_once_and_errors_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
