@@ -40,11 +40,15 @@ def plain(text: str) -> str:
     return _UNSEEN.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
 
 
+_CLOSED = (errno.EINVAL, errno.ENXIO)
+"""What a write to the stand-in for a closed stdout fails with, on Linux and macOS (``cli.process``)."""
+
+
 def unprinted(e: OSError) -> str:
     """Why stdout cannot be written, in a sentence; "" where its reader is gone (`| head`): that is no failure."""
     if isinstance(e, BrokenPipeError):
         return ""
-    return f"cannot write to stdout: {'it is closed' if e.errno == errno.ENOTCONN else e.strerror}"
+    return f"cannot write to stdout: {'it is closed' if e.errno in _CLOSED else e.strerror}"
 
 
 class CkptError(Exception):

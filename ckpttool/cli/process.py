@@ -15,6 +15,8 @@ from typing import Literal, TextIO
 
 _AGAIN = 0.01
 """Seconds after which an interrupt is tried again."""
+_open_for_good: list[object] = []
+"""They close when nothing refers to them."""
 
 
 def open_streams() -> None:
@@ -37,10 +39,10 @@ def open_streams() -> None:
 
 
 def _open_unwritable() -> None:
-    """Open what fails when it is written, also as /dev/stdout: a socket that leads nowhere."""
-    import socket
+    """Open what fails when it is written, also as /dev/stdout: a queue of the kernel's events."""
+    import select
 
-    socket.socket(socket.AF_UNIX).detach()
+    _open_for_good.append(select.epoll() if hasattr(select, "epoll") else select.kqueue())
 
 
 def _stream(number: int, mode: Literal["r", "w"]) -> TextIO:

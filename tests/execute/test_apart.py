@@ -81,6 +81,18 @@ def test_what_it_needs_is_not_installed(ray: Path) -> None:
     assert found.what == "--on ray needs a package that is not installed: msgpack"
 
 
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "a..b:6379"])
+def test_an_address_where_no_cluster_is(address: str) -> None:
+    """Also one that is not the name of a host, which is a ValueError."""
+    fleet = fleet_for(f"ray={address}")
+    with pytest.raises(UsageError, match="no Ray cluster answers at "):
+        try:
+            fleet.start(Job())
+        finally:
+            fleet.end(now=True)
+
+
 def test_it_does_not_answer_when_it_is_let_go(ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ray within that minute: it is not waited for."""
     from ckpttool.execute.fleets import apart

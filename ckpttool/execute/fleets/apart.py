@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
+
+from urllib3.util.connection import create_connection
 
 from ckpttool.errors import CkptError, OutputError, not_installed
 from ckpttool.execute.error_data import error_from_data, error_to_data
@@ -62,7 +64,7 @@ class ApartFleet:
         self._working = self._free = 0
         self._early: list[Reply] = []
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        ours, theirs = socket.socketpair()
+        self._pipe, theirs = Pipe()
         life, held = os.pipe()
         self._life = os.fdopen(held, "wb")
         """Ends with this process, whatever becomes of it."""
@@ -79,7 +81,6 @@ class ApartFleet:
         )
         theirs.close()
         os.close(life)
-        self._pipe = Connection(ours.detach())
         try:
             self._hear()
         except BaseException:
@@ -158,9 +159,9 @@ class ApartFleet:
         if not host or not port.isdecimal():
             return OutputError("no connection to the cluster", where=where, hint="see `ray status`")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
-        except OSError as e:
-            what = f"the head node of the cluster is gone: no answer from {head} ({e.strerror or e})"
+            create_connection((host, int(port)), _KNOCK).close()
+        except (OSError, ValueError) as e:  # ValueError: no name of a host
+            what = f"the head node of the cluster is gone: no answer from {head} ({getattr(e, 'strerror', '') or e})"
             hint = "start the cluster again, or omit --on"
         else:
             what = f"this machine has lost its connection to the cluster of {head}"

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from urllib3.util.connection import create_connection
 
 from ckpttool import version
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
@@ -298,8 +298,8 @@ def _check_connected(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or address == here:
         return
-    with contextlib.suppress(OSError):
-        if f"{socket.gethostbyname(host.strip('[]'))}:{port}" == here:
+    with contextlib.suppress(OSError, ValueError), create_connection((host, int(port)), _REACH) as connection:
+        if f"{connection.getpeername()[0]}:{port}" == here:
             return
     hint = "pass on='ray', or call ray.shutdown() first"
     raise UsageError(f"this process is connected to another Ray cluster: {here}", where=address, hint=hint)
@@ -333,12 +333,12 @@ def _reach(address: str) -> None:
     if not host or not (port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise UsageError("the address of a Ray cluster is HOST:PORT", where=address, hint=hint)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _REACH) as connection:
+        with create_connection((host, int(port)), _REACH) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
                 connection.sendall(_HELLO)
                 if connection.recv(4)[3:] != _SETTINGS:
                     raise OSError("something else listens there")
-    except OSError as e:
+    except (OSError, ValueError) as e:  # ValueError: no name of a host
         raise UsageError(f"no Ray cluster answers at {address}: {e}", hint=hint) from e
 
 
