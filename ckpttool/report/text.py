@@ -109,6 +109,11 @@ def overview(rows: Sequence[tuple[str, str]]) -> None:
         message(f"{label or ' ' * 6:6}  {line}".rstrip())
 
 
+def cell(value: str | int) -> str:
+    """Whole numbers with commas between thousands."""
+    return f"{value:,}" if isinstance(value, int) else value
+
+
 def shape(dims: Iterable[int]) -> str:
     """``[4096, 11008]``."""
     return "[" + ", ".join(map(str, dims)) + "]"
