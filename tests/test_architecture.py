@@ -114,7 +114,7 @@ SHARED = ("ray", *sorted(modules_below(*SHARED_FOLDERS) - set(ALONE)))
 HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK, *SHARED)
 REPORT = ("ckpttool.execute.measuring", "ckpttool.ops.merge.card", "ckpttool.report.page")
 """What is loaded for a report or a model card only."""
-HEAVY_FOR_RESHARD = ("torch", "transformers", *NETWORK, *SHARED, *REPORT)
+HEAVY_FOR_RESHARD = ("torch", "transformers", "safetensors", *NETWORK, *SHARED, *REPORT)
 
 
 @dataclass(frozen=True, slots=True)

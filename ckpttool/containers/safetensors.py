@@ -1,8 +1,9 @@
 """The safetensors container: 8 bytes of header length, a JSON header, tensor data without holes.
 
-Parsed here and not with the safetensors package, because the package gives no byte offsets and cannot write a file
-piece by piece. Source: the format's README, and safetensors 0.8's behaviour where that says nothing (zero-element
-tensors and headers out of offset order are valid; holes, overlaps and trailing bytes are not).
+Parsed here and not with the safetensors library, because the library gives no byte offsets and cannot write a file
+piece by piece; it judges what was written (``safetensors_library.py``). Source: the format's README, and safetensors
+0.8's behaviour where that says nothing (zero-element tensors and headers out of offset order are valid; holes, overlaps
+and trailing bytes are not).
 """
 
 from __future__ import annotations

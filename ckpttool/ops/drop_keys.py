@@ -17,6 +17,7 @@ from ckpttool.core.catalog import Catalog, Key, RankTensor, in_order, is_derived
 from ckpttool.core.files import AnyPlace, source_files
 from ckpttool.core.geometry import whole
 from ckpttool.core.mesh import Mesh
+from ckpttool.core.notes import is_kind
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
@@ -30,7 +31,7 @@ from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.prediction import settled
-from ckpttool.targeting.select import Selection, left_out, select
+from ckpttool.targeting.select import Selection, removal_note, select
 from ckpttool.targeting.sidecars import carried_below
 from ckpttool.targeting.target import Target
 
@@ -117,12 +118,11 @@ def prepare(
         target = replace(target, format=source.format)  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
-    notes[:] = [n for n in notes if n not in warnings]
+    notes[:] = [n for n in notes if not is_kind(n, "lacking")]
     if len(gone) > len(lost):
         # reshard counts what its patterns choose, which are parameters.
-        counted = left_out(prepared.removed)
         said = f"{count(len(lost), 'parameter')} left out, {len(gone):,} tensors of all components"
-        notes[:] = [said if n == counted else n for n in notes]
+        notes[:] = [said if is_kind(n, "removed") else n for n in notes]
     if prepared.format == source.format and reader(source.format).capabilities.default_target:
         notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
@@ -184,7 +184,7 @@ def _in_place(
     several = len(source.capabilities.components) > 1
     removed = len(gone), sum(g.nbytes for g in gone)
     if gone:
-        notes.append(f"{count(len(lost), 'parameter')} left out" if several else left_out(removed))
+        notes.append(f"{count(len(lost), 'parameter')} left out" if several else removal_note(removed))
     ranks: list[list[RankTensor]] = []
     groups = []
     for i, k in enumerate(rewritten):

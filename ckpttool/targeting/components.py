@@ -12,6 +12,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.core.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.core.geometry import whole
+from ckpttool.core.notes import is_kind
 from ckpttool.core.patterns import compile_pattern
 from ckpttool.core.words import either, some
 from ckpttool.errors import UsageError
@@ -48,7 +49,7 @@ def chosen_components(
         if wanted != ("model",):
             raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
         catalog = _ema_as_model(catalog)
-        notes[:] = [n for n in notes if not n.startswith("model weights are ")]
+        notes[:] = [n for n in notes if not is_kind(n, "derived weights")]
     if "adapter" in have and "adapter" not in capabilities.components and not wanted:
         raise UsageError(
             f"the source is an adapter, and --to {fmt} holds {', '.join(capabilities.components)}",

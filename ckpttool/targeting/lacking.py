@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.notes import Note
 from ckpttool.formats.config import LAYERS, ties_head, whole_number
 from ckpttool.layout.assemble import EXPERT, LAYER
 from ckpttool.layout.scales import weight_of
@@ -12,7 +13,7 @@ from ckpttool.layout.scales import weight_of
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:
+def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[Note]:
     """What a loader may miss of tensors that are left out: of the names that are gone, and those that are left."""
     tied = source.family.tied or ties_head(source.config)
     out = []
@@ -39,7 +40,7 @@ def lacking(source: Checkpoint, gone: Collection[str], left: Collection[str]) ->
         one = len(experts) == 1
         verb, those = ("is", "it") if one else ("are", "them")
         out.append(f"{_numbered(experts, 'expert')} {verb} gone, and config.json and the routers still count {those}")
-    return out
+    return [Note("lacking", text) for text in out]
 
 
 def _layer_warnings(source: Checkpoint, gone: Collection[str], left: Collection[str]) -> list[str]:

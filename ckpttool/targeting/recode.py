@@ -45,7 +45,7 @@ from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.targeting.components import run_names
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.prediction import settled
-from ckpttool.targeting.select import left_out
+from ckpttool.targeting.select import removal_note
 
 HIGH = ("BF16", "F16", "F32")
 """What quantised weights can be written as."""
@@ -415,7 +415,7 @@ class _Recoder:
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
         config = self._config(out)
         if gone:
-            notes += [left_out(out.removed), *lacking(source, gone, left)]
+            notes += [removal_note(out.removed), *lacking(source, gone, left)]
             config, changes = settled(config, [*left, *gone], left, source.family.prediction_field)
             notes += changes
         if codes.beside:

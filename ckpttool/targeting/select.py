@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpttool.core.notes import Note
 from ckpttool.core.patterns import matching
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError
@@ -41,11 +42,11 @@ def select(
         )
     if gone:
         removed = len(gone), sum(v.nbytes for v in gone)
-        notes.append(left_out(removed))
+        notes.append(removal_note(removed))
         return keep(views, wanted), removed
     return views, (0, 0)
 
 
-def left_out(removed: tuple[int, int]) -> str:
+def removal_note(removed: tuple[int, int]) -> Note:
     """The note about (tensors, bytes) that are not in the output."""
-    return f"{count(removed[0], 'tensor')} left out, {removed[1]:,} bytes"
+    return Note("removed", f"{count(removed[0], 'tensor')} left out, {removed[1]:,} bytes")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ckpttool.checkpoint import OpenOptions, assemble
+from ckpttool.containers.safetensors_library import confirm_headers
 from ckpttool.core.catalog import Catalog, Key, StoredTensor
 from ckpttool.core.files import Place
 from ckpttool.errors import VerifyError
@@ -21,7 +22,8 @@ def look_through(prepared: Prepared, written: Place) -> Checks:
     """What there is to check of an output, which is read through its format's reader.
 
     Knows nothing of the plan's moves: the source side goes through pieces and views, the written side through its own
-    headers. What is dequantised or quantised is worked out once more, and compared where it was written.
+    headers, in which the safetensors library must read the same. What is dequantised or quantised is worked out once
+    more, and compared where it was written.
     Raises VerifyError for what is missing, and for what should not be there.
     """
     checks = Checks()
@@ -38,6 +40,7 @@ def _look(checks: Checks, prepared: Prepared, written: Place) -> None:
     mesh = prepared.mesh
     said = ReadOptions(mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.layout, wrapped=False)
     stored = read_source(written, prepared.format, said)
+    confirm_headers(stored.files)
     out = assemble(stored, written, OpenOptions(prepared.format, said), prepared.family)
     expected = prepared.views.table
     # By the names that views have, which say the component too; a reader derives components that were not written.

@@ -30,6 +30,7 @@ from ckpttool.core.dtypes import nbytes
 from ckpttool.core.files import DataFile, Place
 from ckpttool.core.geometry import Box, whole
 from ckpttool.core.mesh import Mesh, share
+from ckpttool.core.notes import Note
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import flex_files
@@ -286,7 +287,8 @@ class _Reader:
             if dtype != master.dtype:
                 self.dtypes[key] = dtype
         if derived:
-            self.notes.append(f"{derived} model weights are the rounded master weights: that is how the trainer saves")
+            said = f"{derived} model weights are the rounded master weights: that is how the trainer saves"
+            self.notes.append(Note("derived weights", said))
         if unknown:
             self.notes.append(
                 f"{len(unknown)} tensors, such as `{unknown[0]}`, have only a master weight, and neither"

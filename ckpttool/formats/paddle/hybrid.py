@@ -45,6 +45,7 @@ from ckpttool.core.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile, Place
 from ckpttool.core.geometry import contiguous_strides
 from ckpttool.core.mesh import MAX_WORLD, Mesh
+from ckpttool.core.notes import Note
 from ckpttool.core.patterns import exactly
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
@@ -712,7 +713,7 @@ class _Reader:
                 dtypes[Key(slot.name)] = dtype
         if dtypes:
             rounded = ", ".join(sorted(set(dtypes.values())))
-            self.notes.append(f"model weights are master_weights rounded to {rounded}")
+            self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
         return dtypes
 
     def _check_all_there(self, found: _Found) -> None:

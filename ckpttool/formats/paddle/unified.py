@@ -28,6 +28,7 @@ from ckpttool.containers.safetensors import read_header, tensor_bytes
 from ckpttool.core.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard, Key, RankTensor, StoredTensor
 from ckpttool.core.files import DataFile, Place, source_files
 from ckpttool.core.mesh import MAX_WORLD, Mesh
+from ckpttool.core.notes import Note
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
 from ckpttool.formats import base
 from ckpttool.formats.paddle import config as paddle_config
@@ -566,16 +567,18 @@ class _Reader:
             if want in ("BF16", "F16") and all(t.dtype == "F32" for t in model):
                 tensors += [t._replace(component="master_weights") for t in model]
                 dtypes |= {Key(t.name): want for t in model}
-                self.notes.append(
+                said = (
                     f"the model files hold the master weights (skip_save_model_weight);"
                     f" model weights are these, rounded to {want}"
                 )
+                self.notes.append(Note("derived weights", said))
         elif "master_weights" in have and not have & {"model", "adapter"}:
             derived = [t for t in tensors if t.component == "master_weights"]
             tensors += [t._replace(component="model") for t in derived]
             if want:
                 dtypes |= {Key(t.name): want for t in derived}
-            self.notes.append(f"there are no model files; model weights are master_weights, rounded to {want or 'F32'}")
+            said = f"there are no model files; model weights are master_weights, rounded to {want or 'F32'}"
+            self.notes.append(Note("derived weights", said))
 
     def _dequantised(self, held: dict[Key, _Held]) -> dict[Key, _Held]:
         """Takes quantised optimizer state out of ``held`` and returns what it stands for."""

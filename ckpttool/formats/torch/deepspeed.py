@@ -33,6 +33,7 @@ from ckpttool.containers.torch_pickle import Tensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile
+from ckpttool.core.notes import Note
 from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
@@ -248,7 +249,7 @@ class _Reader:
                 self.tensors.append(master._replace(component="master_weights"))
         if self.dtypes:
             rounded = ", ".join(sorted(set(self.dtypes.values())))
-            self.notes.append(f"model weights are master_weights rounded to {rounded}")
+            self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
 
     def _whole(self, found: Iterable[Held]) -> dict[str, StoredTensor]:
         """Tensors by their parameters. Raises IncompleteError."""

@@ -28,6 +28,7 @@ from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile, Place
 from ckpttool.core.mesh import Mesh
+from ckpttool.core.notes import Note
 from ckpttool.core.optimizer_states import STEP
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError
@@ -117,7 +118,7 @@ class _Reader:
             self.tensors.append(t._replace(name=name, component="optimizer", state=STEP))
         if self.dtypes:
             rounded = ", ".join(sorted(set(self.dtypes.values())))
-            self.notes.append(f"model weights are master_weights rounded to {rounded}")
+            self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
         training = zero_files.training_of(states, groups, {})
         if training.left:
             self.notes.append(f"not plain data, and left out: {some(training.left)}")

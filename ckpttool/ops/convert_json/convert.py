@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpttool.answers.findings import ERROR, PROGRAM
 from ckpttool.containers.safetensors import read_header
+from ckpttool.containers.safetensors_library import confirm_headers
 from ckpttool.core.catalog import Catalog, Key, RankTensor, StoredTensor, whole_tensor
 from ckpttool.core.files import Place
 from ckpttool.core.geometry import whole
@@ -386,6 +387,7 @@ def _look_at_safetensors(conversion: Conversion, written: Place) -> Checks:
         found.files.append(head.file)
         for t in head.tensors:
             _add(found, t.name, t)
+    confirm_headers(found.files)
     return _checks(conversion, found, written)
 
 
