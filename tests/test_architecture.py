@@ -84,7 +84,10 @@ BANNED_CALLS = {"eval", "exec"}
 # `ckpttool --help` and a reshard have no use for these. (pydantic is not among them: Typer itself loads it to read a
 # command's parameters.)
 # What reaches other machines is loaded when there is one.
-NETWORK = ("huggingface_hub", "http.client", "ssl", "boto3", "botocore", "google.auth", "azure.storage.blob", "httpx2")
+NETWORK = (
+    "huggingface_hub", "urllib3", "http.client", "ssl", "boto3", "botocore", "google.auth", "azure.storage.blob",
+    "httpx2",
+)  # fmt: skip
 # And engines, and what several machines or processes need, where there are several.
 SHARED = (
     "ray",
@@ -452,7 +455,11 @@ BAD = {
     "order relative": ("core/mesh.py", "from ..planning import Step", "stands below it"),
     "order relative in a folder": ("layout/rules.py", "from ..ops import inspect", "stands below it"),
     "order in a function": ("core/plan.py", "def f():\n    from ckpttool.execute import run", "stands below it"),
-    "order for types": ("core/dtypes.py", "if TYPE_CHECKING:\n    from ckpttool.planning import relate", "stands below it"),
+    "order for types": (
+        "core/dtypes.py",
+        "if TYPE_CHECKING:\n    from ckpttool.planning import relate",
+        "stands below it",
+    ),
     "order by importlib": ("core/mesh.py", "importlib.import_module('ckpttool.ops')", "stands below it"),
     "order of the root": ("ops/merge.py", "import ckpttool", "stands below it"),
     "order of the version": ("execute/__init__.py", "from ckpttool import __version__", "stands below it"),
@@ -483,7 +490,11 @@ BAD = {
     "circle": ("ops/inspect/check.py", "def f():\n    from .listing import rows", "a circle of imports"),
     "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
     "long": ("planning/relate.py", 'def f():\n    """Docstring."""\n' + "    f()\n" * 81, "f has 81 lines"),
-    "long method": ("planning/relate.py", "class A:\n    async def f(self):\n" + "        f()\n" * 81, "f has 81 lines"),
+    "long method": (
+        "planning/relate.py",
+        "class A:\n    async def f(self):\n" + "        f()\n" * 81,
+        "f has 81 lines",
+    ),
     "parameters": ("planning/relate.py", "def f(a, b, c, /, d, e, f, *, g, h, i, j, k): pass", "f has 11 parameters"),
     "parameters of the API": ("api/checkpoint.py", "def f(a, b, c, d, e, f, g, h, i, j, k): pass", "11 parameters"),
     "rich": ("ops/inspect/code.py", "def f():\n    import rich.table", "only report imports rich"),

@@ -207,9 +207,11 @@ class Pace:
         self._is_body = True
 
     def count(self, n: int) -> None:
-        """Raises HTTPException, TimeoutError, and ConnectionAbortedError where ``Connections.stop`` was called."""
+        """Raises HTTPException, TimeoutError, and ConnectionError for the end of a connection within the headers."""
         if self.is_stopped:  # a TLS connection that is being shut down has bytes that nobody decrypts
             raise ConnectionAbortedError
+        if not n and not self._is_body:  # Python takes what came for all of them: a length or a tag cut off, too
+            raise ConnectionResetError
         self._left -= n
         if self._left < 0:
             raise HTTPException("the answer does not end")
@@ -271,7 +273,7 @@ class _CheckedConnection(HTTPConnection):
         if not isinstance(self.sock, _PacedSocket):  # with TLS
             self.sock = cast("Any", _PacedSocket(self.sock, self.pace))
 
-    def getresponse(self) -> HTTPResponse:
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 has it
         self.pace.begin()
         try:
             response = super().getresponse()
@@ -366,7 +368,8 @@ class Connections:
             except PoolError as e:
                 cause = _cause(e)
                 if m := _TUNNEL.match(str(cause)):
-                    what = f"the proxy {pool.proxy.netloc} answers {m[1]} when asked for {host.bracketed}:{host.port}"
+                    by = pool.proxy.netloc if pool.proxy else ""
+                    what = f"the proxy {by} answers {m[1]} when asked for {host.bracketed}:{host.port}"
                     raise OSError(what) from None
                 if not (repeat and isinstance(cause, _IdleClosedError)):
                     raise cause from None
@@ -438,9 +441,7 @@ class Connections:
                 os.close(fd)
         self._begin()
 
-    def _manager(
-        self, scheme: str, proxy: str | None, allowed: Collection[str] | None, *, keep: bool
-    ) -> PoolManager:
+    def _manager(self, scheme: str, proxy: str | None, allowed: Collection[str] | None, *, keep: bool) -> PoolManager:
         key = (scheme, proxy, allowed if allowed is None else frozenset(allowed))
         with self._lock:
             if keep and key in self._managers:
@@ -449,10 +450,9 @@ class Connections:
             if scheme == "https":
                 options["ssl_context"] = self._tls = self._tls or _tls()
             manager = PoolManager(**options) if proxy is None else _through(proxy, options)
-            manager.pool_classes_by_scheme = {
-                "http": partial(_CheckedPool, owner=self, allowed=key[2]),
-                "https": partial(_CheckedTlsPool, owner=self, allowed=key[2]),
-            }
+            kinds: dict[str, Any] = {"http": _CheckedPool, "https": _CheckedTlsPool}
+            kinds = {scheme: partial(kind, owner=self, allowed=key[2]) for scheme, kind in kinds.items()}
+            manager.pool_classes_by_scheme = kinds
             if keep:
                 self._managers[key] = manager
             return manager
@@ -489,7 +489,7 @@ def _cause(e: BaseException) -> BaseException:
     return HTTPException() if isinstance(e, PoolError) else e
 
 
-def _pieces(body: memoryview) -> Iterator[memoryview]:
+def _pieces(body: memoryview) -> Iterator[Any]:
     for at in range(0, len(body), PIECE):
         yield body[at : at + PIECE]
 

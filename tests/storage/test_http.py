@@ -397,6 +397,13 @@ def test_what_stays_wrong_is_not_tried_again(server: WebServer, client: Client, 
     assert (answer.status, answer.body, server.count()) == (code, b"because", 2)
 
 
+def test_half_a_head_is_no_answer(server: WebServer, client: Client, clock: Fast) -> None:
+    """``Content-Length: 10`` of ``1000``, and half of an ETag, look like others."""
+    server.on("/f", raw(b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 31'), times=1)
+    answer = client.request("HEAD", f"{server.url}/f")
+    assert (answer.total, len(clock.slept)) == (len(DATA), 1)
+
+
 def test_a_small_answer_is_whole_and_small(server: WebServer, client: Client) -> None:
     server.files["j"] = b'{"a": 1}'
     assert client.request("GET", f"{server.url}/j").json() == {"a": 1}
