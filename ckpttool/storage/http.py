@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import email.utils
 import errno
-import http.client
 import json
 import random
 import re
-import socket
 import ssl
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
+
+from urllib3.connection import HTTPException
 
 from ckpttool.core.words import count
 from ckpttool.storage import access
@@ -34,9 +35,9 @@ from ckpttool.storage.network import (
     PUBLIC,
     AddressError,
     Clock,
-    Connection,
     Connections,
     Host,
+    UnknownHostError,
     shown,
     split,
 )
@@ -73,8 +74,6 @@ MAX_BODY = 16 << 20
 """Bytes of an answer to ``request``."""
 MAX_REASON = 64 << 10
 """Bytes kept of an answer that is an error."""
-OVERHEAD, CHUNKED = 1 << 20, 8
-"""Bytes of headers, of trailers and of interim answers; how many times as large chunks of a byte make a body."""
 STEP = 1 << 20
 """Bytes that are read at a time. What came of a range before a connection broke is not asked for again."""
 
@@ -104,7 +103,9 @@ class Answer(NamedTuple):
     @property
     def named(self) -> str:
         """``404 Not Found``."""
-        return f"{self.status} {http.client.responses.get(self.status, '')}".strip()
+        with suppress(ValueError):
+            return f"{self.status} {HTTPStatus(self.status).phrase}"
+        return str(self.status)
 
     def json(self) -> Any:
         """The body as JSON. Raises HttpError."""
@@ -296,7 +297,7 @@ class Client:
                 if answer.status not in _AGAIN:
                     return _accepted(call, answer)
                 failure = HttpError(f"{_host(call)} answers {answer.named}", call.url, answer)
-            except (_OddError, http.client.HTTPException, ssl.SSLError, ValueError) as e:
+            except (_OddError, HTTPException, ssl.SSLError, ValueError) as e:
                 failure = _broken(call, e)
                 odd += not _is_cut(e)
                 limit = self.tries if odd < ODD_TRIES else 0
@@ -362,51 +363,16 @@ class Client:
         return {PUBLIC, self._connections.home(named)}
 
     def _send(self, call: _Call, url: str, headers: dict[str, str], allowed: Collection[str] | None) -> Answer:
-        host, target = split(url)
-        fresh = not call.repeat
-        while True:
-            try:
-                conn, used = self._connections.take(host, allowed, fresh=fresh)
-            except AddressError as e:
-                named = _parsed(call.origin or call.url, call.url)[0]
-                what = f"a redirect from {named} to {_address(url)} is refused: {e}"
-                raise RefusedRedirectError(what, call.url) from None
-            if call.stopped.is_set():
-                self._connections.drop(conn)
-                raise ConnectionAbortedError
-            whole = False
-            try:
-                try:
-                    response = self._begin(conn, call, url, target, headers)
-                except ConnectionError:  # RemoteDisconnected, too
-                    if used and not call.stopped.is_set():  # it was closed while it was idle
-                        fresh = True
-                        continue
-                    raise
-                with closing(response):  # it may be the last that holds the socket
-                    answer = _received(call, response, url)
-                    whole = response.isclosed()
-            finally:
-                (self._connections.give if whole else self._connections.drop)(conn)
-            return answer
-
-    def _begin(
-        self, conn: Connection, call: _Call, url: str, target: str, headers: dict[str, str]
-    ) -> http.client.HTTPResponse:
-        if conn.proxy is not None:
-            target, headers = url, {**headers, **conn.proxy.headers}
-        conn.most = OVERHEAD + CHUNKED * (call.limit if call.into is None else len(call.into))
+        most = call.limit if call.into is None else len(call.into)
         try:
-            conn.request(call.method, target, body=None if call.body is None else _steps(call.body), headers=headers)
-        except (BrokenPipeError, ConnectionResetError):
-            if call.body is None:
-                raise
-            # It may have said why before it closed the connection.
-        except UnicodeError:
-            raise
-        except ValueError:  # whose text has the value, perhaps a token
-            raise HttpError("a header has characters that cannot be sent", url, number=errno.EINVAL) from None
-        return conn.getresponse()
+            with self._connections.ask(call.method, url, headers, call.body, allowed, repeat=call.repeat) as got:
+                response, pace = got
+                pace.expect(most)
+                return _received(call, response, url)
+        except AddressError as e:
+            named = _parsed(call.origin or call.url, call.url)[0]
+            what = f"a redirect from {named} to {_address(url)} is refused: {e}"
+            raise RefusedRedirectError(what, call.url) from None
 
 
 _shared: Client | None = None
@@ -433,13 +399,7 @@ def using(other: Client) -> Iterator[Client]:
         _shared = before
 
 
-def _steps(body: memoryview) -> Iterator[memoryview]:
-    """A body in pieces: the timeout of a socket is that of one piece."""
-    for at in range(0, len(body), STEP // 4):
-        yield body[at : at + STEP // 4]
-
-
-def _received(call: _Call, response: http.client.HTTPResponse, url: str) -> Answer:
+def _received(call: _Call, response: Any, url: str) -> Answer:
     """Read an answer. Raises ``_OddError``, ``_ShortError``, ChangedError, and what reading raises."""
     headers, status = response.headers, response.status
     length = _length(headers)
@@ -465,7 +425,7 @@ def _received(call: _Call, response: http.client.HTTPResponse, url: str) -> Answ
     return Answer(status, headers, bytes(body[:limit]), url, total)
 
 
-def _range(call: _Call, response: http.client.HTTPResponse, length: int | None, url: str) -> Answer:
+def _range(call: _Call, response: Any, length: int | None, url: str) -> Answer:
     assert call.into is not None  # noqa: S101
     headers, start, stop = response.headers, call.start + call.got, call.start + len(call.into)
     if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
@@ -540,13 +500,13 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
         raise HttpError(text, call.url, number=errno.EACCES) from None
     if isinstance(e, UnicodeError):
         raise HttpError(f"{host} is not the name of a host", call.url) from None
-    if isinstance(e, socket.gaierror):
+    if isinstance(e, UnknownHostError):
         what = f"no address is found for {host}: check the name and the network"
     elif isinstance(e, _OddError):
         what = f"{host} {e}"
     elif _is_cut(e):
         what = f"{host} breaks off before the end of its answer"
-    elif isinstance(e, http.client.HTTPException | ValueError):  # a size of a chunk that is none, say
+    elif isinstance(e, HTTPException | ValueError):  # a size of a chunk that is none, say
         what = f"{host} does not answer in HTTP"
     elif isinstance(e, ConnectionRefusedError):
         what, number = f"{host} refuses connections", errno.ECONNREFUSED
@@ -561,8 +521,9 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
 
 def _is_cut(e: BaseException) -> bool:
     """Whether a connection ended too early, however that shows."""
-    kinds = (_ShortError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
-    return isinstance(e, (*kinds, ssl.SSLEOFError, ssl.SSLZeroReturnError))
+    kinds = (_ShortError, ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
+    is_chunk = isinstance(e, HTTPException) and hasattr(e, "partial")  # IncompleteRead
+    return is_chunk or isinstance(e, (*kinds, ssl.SSLEOFError, ssl.SSLZeroReturnError))
 
 
 def _asked_wait(answer: Answer | None) -> float:

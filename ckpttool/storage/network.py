@@ -1,35 +1,45 @@
-"""Connections for ``storage/http.py``: addresses, proxies, TLS, and a pool of what can be used again.
+"""Addresses, proxies and TLS of ``storage/http.py``, above the connections and pools of ``urllib3``.
 
-A host that an answer named, not the user, may not be on this machine or its network: see ``nearness``.
+A host that an answer named, not the user, must not be on this machine or its network: see ``nearness``. Connections go
+to the very address that was checked, so a name server that answers differently the second time changes nothing.
 """
 
 from __future__ import annotations
 
-import base64
-import http.client
 import io
 import ipaddress
 import os
 import re
-import select
-import socket
 import ssl
 import threading
 import time
 import weakref
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from socket import getaddrinfo  # urllib3 has no hook between the look-up of a name and the connection to its address
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
+
+from urllib3 import HTTPConnectionPool, HTTPResponse, HTTPSConnectionPool, PoolManager, ProxyManager, Timeout
+from urllib3.connection import HTTPConnection, HTTPException, HTTPSConnection
+from urllib3.exceptions import HTTPError as PoolError
+from urllib3.exceptions import TimeoutError as PoolTimeoutError
+from urllib3.util import make_headers
+from urllib3.util.connection import create_connection
 
 CONNECT_SECONDS, NEXT_SECONDS, MAX_ADDRESSES = 10.0, 3.0, 8
 """Seconds for the last address of a host, and for the others; how many addresses are tried."""
 GRACE_SECONDS, SLOWEST = 60.0, 16 << 10
 """An answer may take so many seconds, and one more for each so many bytes: a slow drip is as good as no answer."""
+OVERHEAD, CHUNKED = 1 << 20, 8
+"""Bytes of headers, of trailers and of interim answers; how many times as large chunks of a byte make a body."""
 IDLE_SECONDS = 50.0
 """A connection that waited longer is not used again: servers and firewalls close those, some without a word."""
 MAX_IDLE = 64
 """Connections kept for each host."""
+PIECE = 1 << 18
+"""Bytes of a body that are sent at a time: the timeout of a connection is that of one piece."""
 PORTS = {"https": 443, "http": 80}
 
 PUBLIC = ""
@@ -38,6 +48,9 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _OWN = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "64:ff9b:1::/48", "fec0::/10")))
 """Of one's own network, whatever the ``ipaddress`` of this Python knows; clouds have had services there."""
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
+_BOTH_WAYS = 2
+"""Of ``shutdown``, by POSIX."""
 
 
 class Clock:
@@ -55,16 +68,28 @@ class AddressError(OSError):
     """A host that an answer named is on this machine or its network."""
 
 
+class UnknownHostError(OSError):
+    """No address is known for the name of a host."""
+
+
+class _IdleClosedError(ConnectionError):
+    """A connection was closed while it was idle: the request has reached nobody."""
+
+
 class Host(NamedTuple):
-    """What a connection is made to."""
+    """Where a connection leads."""
 
     scheme: str
     name: str
     port: int
 
     def __str__(self) -> str:
-        name = f"[{self.name}]" if ":" in self.name else self.name
-        return name if self.port == PORTS[self.scheme] else f"{name}:{self.port}"
+        return self.bracketed if self.port == PORTS[self.scheme] else f"{self.bracketed}:{self.port}"
+
+    @property
+    def bracketed(self) -> str:
+        """The name as URLs have it."""
+        return f"[{self.name}]" if ":" in self.name else self.name
 
 
 def split(url: str) -> tuple[Host, str]:
@@ -130,60 +155,84 @@ def nearness(address: str) -> str:
     return "private" if own else PUBLIC
 
 
-class Proxy(NamedTuple):
-    """What the environment says of the way to a host."""
+def proxy_for(host: Host) -> str | None:
+    """The URL of the proxy that ``HTTPS_PROXY``, ``HTTP_PROXY`` or ``ALL_PROXY`` names, with its login.
 
-    name: str
-    port: int
-    headers: dict[str, str]
-
-
-def proxy_for(host: Host) -> Proxy | None:
-    """The proxy of ``HTTPS_PROXY``, ``HTTP_PROXY`` or ``ALL_PROXY``, unless ``NO_PROXY`` names the host.
-
-    Raises OSError for a kind of proxy that is not known.
+    None where ``NO_PROXY`` has the host. Raises OSError for a kind of proxy that is not known.
     """
     from urllib.request import getproxies, proxy_bypass
 
     proxies = getproxies()
     text = proxies.get(host.scheme) or proxies.get("all")
-    if not text or proxy_bypass(f"{host.name}:{host.port}"):
+    if not text or proxy_bypass(f"{host.name}:{host.port}") or _is_in_networks(host.name, proxies.get("no", "")):
         return None
+    url = text if "://" in text else f"http://{text}"
     try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        name, port = parts.hostname, parts.port
+        parts = urlsplit(url)
+        known = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        name, port, parts = None, None, urlsplit("")
-    if parts.scheme != "http" or not name:
+        known = False
+    if not known:
         raise OSError(f"the proxy of the environment is not http://HOST:PORT: {shown(text)}")
-    headers = {}
-    if parts.username is not None:
-        user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        headers["Proxy-Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
-    return Proxy(name, port or 80, headers)
+    return url
 
 
-class _Paced(io.RawIOBase):
-    """The bytes of one answer as they come; an error as soon as they come too slowly, or there are too many."""
+def _is_in_networks(name: str, no_proxy: str) -> bool:
+    """Whether a host that is an address is in a network (``10.0.0.0/8``), or is an address in brackets, of NO_PROXY."""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(name)
+        for text in no_proxy.split(","):
+            with suppress(ValueError):
+                if address in ipaddress.ip_network(text.strip().strip("[]"), strict=False):
+                    return True
+    return False
 
-    def __init__(self, raw: io.RawIOBase, clock: Clock, grace: float, most: int) -> None:
-        self._raw, self._clock, self._left = raw, clock, most
-        self._until = clock.now() + grace
-        self._count = 0
-        self.has_begun = False
-        """Whether what comes now is the body: only that may take longer the more there is of it."""
+
+class Pace:
+    """The time and the bytes that the answer on a connection may still take; an error as soon as they are used up."""
+
+    def __init__(self, clock: Clock, grace: float) -> None:
+        self._clock, self._grace = clock, grace
+        self.is_stopped = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for status line and headers."""
+        self.at = self._clock.now()
+        self._until, self._left, self._is_body = self.at + self._grace, OVERHEAD, False
+
+    def expect(self, n: int) -> None:
+        """Wait for a body of at most so many bytes, which may take longer the more of it there is."""
+        self._left += CHUNKED * n
+        self._is_body = True
+
+    def count(self, n: int) -> None:
+        """Raises HTTPException, TimeoutError, and ConnectionError for the end of a connection within the headers."""
+        if self.is_stopped:  # a TLS connection that is being shut down has bytes that nobody decrypts
+            raise ConnectionAbortedError
+        if not n and not self._is_body:  # Python takes what came for all of them: a length or a tag cut off, too
+            raise ConnectionResetError
+        self._left -= n
+        if self._left < 0:
+            raise HTTPException("the answer does not end")
+        self._until += n / SLOWEST if self._is_body else 0
+        self.at = self._clock.now()
+        if self.at > self._until:
+            raise TimeoutError("the answer comes too slowly")
+
+
+class _PacedFile(io.RawIOBase):
+    """The bytes of an answer as they come."""
+
+    def __init__(self, raw: io.RawIOBase, pace: Pace) -> None:
+        self._raw, self._pace = raw, pace
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        n = self._raw.readinto(buffer)
-        self._left -= n or 0
-        if self._left < 0:
-            raise http.client.HTTPException("the answer does not end")
-        self._count += (n or 0) if self.has_begun else 0
-        if self._clock.now() > self._until + self._count / SLOWEST:
-            raise TimeoutError("the answer comes too slowly")
+        n = cast("int | None", self._raw.readinto(buffer))
+        self._pace.count(n or 0)
         return n
 
     def close(self) -> None:
@@ -191,208 +240,258 @@ class _Paced(io.RawIOBase):
         super().close()
 
 
-class _PacedSocket(NamedTuple):
-    """What ``http.client`` makes the file of an answer from."""
+class _PacedSocket:
+    """A socket, or one with TLS, whose files are paced."""
 
-    paced: _Paced
+    def __init__(self, sock: Any, pace: Pace) -> None:
+        self._sock, self._pace = sock, pace
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self.paced)
+        return io.BufferedReader(_PacedFile(self._sock.makefile(mode, buffering=0), self._pace))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
 
 
-class _PacedResponse(http.client.HTTPResponse):
-    """An answer that has to come in time."""
+class _CheckedConnection(HTTPConnection):
+    """A connection to an address that was checked, whose answers come in time. ``allowed``: see ``Connections.ask``."""
 
-    def __init__(self, paced: _Paced, *args: Any, **options: Any) -> None:
-        super().__init__(cast("socket.socket", _PacedSocket(paced)), *args, **options)
-        self._paced = paced
+    def __init__(self, *args: Any, owner: Connections, allowed: Collection[str] | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._owner, self._allowed, self._answers = owner, allowed, 0
+        self.pace = Pace(owner.clock, owner.grace)
+        owner.add(self)
 
-    def begin(self) -> None:
-        super().begin()
-        self._paced.has_begun = True
+    def _new_conn(self) -> Any:
+        self.pace = Pace(self._owner.clock, self._owner.grace)
+        self._answers = 0
+        allowed = None if self.proxy else self._allowed
+        return _PacedSocket(self._owner.connect(self._dns_host, self.port, allowed), self.pace)
+
+    def connect(self) -> None:
+        super().connect()
+        if not isinstance(self.sock, _PacedSocket):  # with TLS
+            self.sock = cast("Any", _PacedSocket(self.sock, self.pace))
+
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 has it
+        self.pace.begin()
+        try:
+            response = super().getresponse()
+        except ConnectionError as e:
+            if self._answers and not self.pace.is_stopped:
+                raise _IdleClosedError from e
+            raise
+        self._answers += 1
+        return response
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the next request may use it: nothing waits to be read, neither its end nor bytes nobody asked for."""
+        pending = getattr(self.sock, "pending", int)()
+        is_old = self._owner.clock.now() - self.pace.at > IDLE_SECONDS
+        return super().is_connected and not (pending or is_old or self.pace.is_stopped)
+
+    def abort(self) -> None:
+        """End what another thread does with it."""
+        self.pace.is_stopped = True
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(_BOTH_WAYS)
 
 
-class Connection(http.client.HTTPConnection):
-    """A connection that is there already."""
-
-    def __init__(self, host: Host, sock: socket.socket, near: str, clock: Clock, grace: float) -> None:
-        super().__init__(host.name, host.port)
-        self.auto_open = 0
-        self.default_port = PORTS[host.scheme]
-        self.sock = self.wire = sock
-        self.to, self.near = host, near
-        self.proxy: Proxy | None = None
-        """A proxy that takes whole URLs; one that only passes bytes on is not seen here."""
-        self.used_at = 0.0
-        self.most = 0
-        """Bytes that the next answer may have, with its headers and what lies between its chunks."""
-        self._clock, self._grace = clock, grace
-        self.response_class = self._response  # type: ignore[assignment]  # it is only called
-
-    def _response(self, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
-        raw = cast("io.RawIOBase", sock.makefile("rb", buffering=0))
-        return _PacedResponse(_Paced(raw, self._clock, self._grace, self.most), *args, **options)
-
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be read: neither its end, nor bytes that nobody asked for."""
-        if isinstance(self.wire, ssl.SSLSocket) and self.wire.pending():
-            return False
-        poll = select.poll()
-        poll.register(self.wire, select.POLLIN)
-        return not poll.poll(0)
+class _CheckedTlsConnection(_CheckedConnection, HTTPSConnection):
+    pass
 
 
-_pools: weakref.WeakSet[Connections] = weakref.WeakSet()
+class _CheckedPool(HTTPConnectionPool):
+    ConnectionCls = _CheckedConnection
+
+
+class _CheckedTlsPool(HTTPSConnectionPool):
+    ConnectionCls = _CheckedTlsConnection
+
+
+_clients: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Connections:
-    """Open connections, each used by one thread at a time. Safe to use from several threads, and after a fork."""
+    """Pools of connections. Safe to use from several threads, and after a fork, when there are none."""
 
     def __init__(self, timeout: float, grace: float, clock: Clock, tls: ssl.SSLContext | None = None) -> None:
-        self._timeout, self._grace, self._clock, self._tls = timeout, grace, clock, tls
+        self.clock, self.grace = clock, grace
+        self._timeout, self._tls = timeout, tls
+        self._inherited: list[object] = []
         self._begin()
-        _pools.add(self)
+        _clients.add(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[Host, list[Connection]] = {}
-        self._open: set[Connection] = set()
-        self._peers: dict[Host, str] = {}
-        self._families: dict[tuple[str, int], int] = {}
-        """Kinds of addresses, IPv4 or IPv6, that worked."""
+        self._managers: dict[tuple[str, str | None, Collection[str] | None], PoolManager] = {}
+        self._open: weakref.WeakSet[_CheckedConnection] = weakref.WeakSet()
+        self._near: dict[tuple[str, int], str] = {}
+        self._is_v6: dict[tuple[str, int], bool] = {}
+        """The kind of addresses that worked."""
+        self._stops = 0
 
-    def __del__(self) -> None:
-        for conn in self._open:
-            conn.wire.close()
+    @contextmanager
+    def ask(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: memoryview | None,
+        allowed: Collection[str] | None,
+        *,
+        repeat: bool,
+    ) -> Iterator[tuple[Any, Pace]]:
+        """The answer to one request, of Python's own kind, and its pace. A redirect is an answer.
 
-    def take(self, host: Host, allowed: Collection[str] | None, *, fresh: bool = False) -> tuple[Connection, bool]:
-        """A connection, and whether it was used before.
-
-        ``allowed`` are the values of ``nearness`` that its other end may have; None for any. Raises OSError, and
-        AddressError where there is no other address.
+        ``allowed`` are the values of ``nearness`` that the other end may have; None for any. Without ``repeat`` the
+        connection is new: one that was used may be closed, and nobody knows whether the request has arrived. Raises
+        OSError, with AddressError where there is no other address, and HTTPException for what is not HTTP.
         """
-        while not fresh and (conn := self._kept(host, allowed)):
-            if self._clock.now() - conn.used_at < IDLE_SECONDS and conn.is_idle():
-                return conn, True
-            self.drop(conn)
-        conn = self._dial(host, allowed)
-        with self._lock:
-            self._open.add(conn)
-            self._peers[host] = conn.near if self._peers.get(host, conn.near) == conn.near else PUBLIC
-        return conn, False
+        host, target = split(url)
+        proxy = proxy_for(host)
+        if proxy and allowed is not None:  # the proxy looks the name up; what this machine knows is all there is
+            _check(host.name, self._look_up(host) - {*allowed})
+        manager = self._manager(host.scheme, proxy, allowed, keep=repeat)
+        pool = manager.connection_from_host(host.bracketed, host.port, host.scheme)
+        response = None
+        while response is None:
+            try:
+                response = pool.urlopen(
+                    method, url if proxy and host.scheme == "http" else target,
+                    None if body is None else _pieces(body), headers, retries=False, redirect=False,
+                    assert_same_host=False, timeout=Timeout(connect=self._timeout, read=self._timeout),
+                    preload_content=False, decode_content=False,
+                )  # fmt: skip
+            except PoolError as e:
+                cause = _cause(e)
+                if m := _TUNNEL.match(str(cause)):
+                    by = pool.proxy.netloc if pool.proxy else ""
+                    what = f"the proxy {by} answers {m[1]} when asked for {host.bracketed}:{host.port}"
+                    raise OSError(what) from None
+                if not (repeat and isinstance(cause, _IdleClosedError)):
+                    raise cause from None
+        # urllib3's own reading copies each byte twice; what it reads from fills the caller's memory.
+        raw = cast("HTTPResponse", response)._original_response  # noqa: SLF001
+        try:
+            yield raw, cast("_CheckedConnection", response.connection).pace
+        finally:
+            response.release_conn() if raw is not None and raw.isclosed() else response.close()
 
-    def give(self, conn: Connection) -> None:
-        """A connection whose answer was read to its end."""
-        conn.used_at = self._clock.now()
-        with self._lock:
-            idle = self._idle.setdefault(conn.to, [])
-            if conn in self._open and conn.sock is not None and len(idle) < MAX_IDLE:
-                idle.append(conn)
-                return
-        self.drop(conn)
-
-    def drop(self, conn: Connection) -> None:
-        with self._lock:
-            self._open.discard(conn)
-        conn.close()
-        with suppress(OSError):
-            conn.wire.close()
+    def connect(self, name: str, port: int, allowed: Collection[str] | None) -> Any:
+        """A socket that is connected to an address that is allowed. Raises OSError, and AddressError for none."""
+        stops, found = self._stops, _addresses(name, port)
+        # Where IPv6 leads nowhere, one connection finds out, and not all.
+        found.sort(key=lambda a: (":" in a) != self._is_v6.get((name, port), ":" in a))
+        refused = {nearness(a) for a in found} - ({*allowed} if allowed is not None else {*map(nearness, found)})
+        tried = [a for a in found if nearness(a) not in refused][:MAX_ADDRESSES]
+        if not tried:
+            _check(name, refused)
+        error: OSError = UnknownHostError()
+        for address in tried:
+            seconds = CONNECT_SECONDS if address == tried[-1] else NEXT_SECONDS
+            try:
+                options = HTTPConnection.default_socket_options
+                sock = create_connection((address, port), min(self._timeout, seconds), socket_options=options)
+            except OSError as e:
+                error = e
+                continue
+            if stops != self._stops:
+                sock.close()
+                raise ConnectionAbortedError
+            sock.settimeout(self._timeout)
+            with self._lock:
+                self._is_v6[name, port] = ":" in address
+                near = nearness(address)
+                self._near[name, port] = near if self._near.get((name, port), near) == near else PUBLIC
+            return sock
+        raise error
 
     def home(self, host: Host) -> str:
         """How near a host is that the user named."""
-        near = self._peers.get(host)
+        near = self._near.get(host[1:])
         if near is None:
-            found = _look_up(host)
+            found = self._look_up(host)
             near = PUBLIC if PUBLIC in found else min(found, default=PUBLIC)
         return near
 
     def has_met(self, host: Host) -> bool:
-        """Whether there was a connection to a host."""
-        return host in self._peers
+        """Whether there was a connection to a host, or to its proxy."""
+        return host[1:] in self._near
+
+    def add(self, conn: _CheckedConnection) -> None:
+        with self._lock:
+            self._open.add(conn)
 
     def stop(self) -> None:
         """End all connections, whoever waits for them."""
         with self._lock:
-            busy, idle, self._open, self._idle = self._open, self._idle, set(), {}
-        for conn in (c for conns in idle.values() for c in conns):
-            busy.discard(conn)
-            conn.wire.close()
-        for conn in busy:
-            with suppress(OSError):  # not SSLSocket's own: a thread reads from it
-                socket.socket.shutdown(conn.wire, socket.SHUT_RDWR)
+            self._stops += 1
+            open_now = list(self._open)
+        for conn in open_now:
+            conn.abort()
 
     def forget(self) -> None:
-        """In a child after a fork: the connections are its parent's."""
-        open_now = self._open
-        self._begin()
-        for conn in open_now:
-            fd = conn.wire.detach()
-            if fd >= 0:
+        """In a child after a fork: the connections are its parent's, and locks may be held by threads that are not."""
+        self._inherited += [self._managers, self._open]
+        for conn in list(self._open):
+            if conn.sock is not None and (fd := conn.sock.detach()) >= 0:
                 os.close(fd)
+        self._begin()
 
-    def _kept(self, host: Host, allowed: Collection[str] | None) -> Connection | None:
+    def _manager(self, scheme: str, proxy: str | None, allowed: Collection[str] | None, *, keep: bool) -> PoolManager:
+        key = (scheme, proxy, allowed if allowed is None else frozenset(allowed))
         with self._lock:
-            idle = self._idle.get(host, [])
-            for i in reversed(range(len(idle))):
-                if allowed is None or idle[i].near in allowed:
-                    return idle.pop(i)
-        return None
+            if keep and key in self._managers:
+                return self._managers[key]
+            options: dict[str, Any] = {"maxsize": MAX_IDLE, "num_pools": MAX_IDLE}
+            if scheme == "https":
+                options["ssl_context"] = self._tls = self._tls or _tls()
+            manager = PoolManager(**options) if proxy is None else _through(proxy, options)
+            kinds: dict[str, Any] = {"http": _CheckedPool, "https": _CheckedTlsPool}
+            kinds = {scheme: partial(kind, owner=self, allowed=key[2]) for scheme, kind in kinds.items()}
+            manager.pool_classes_by_scheme = kinds
+            if keep:
+                self._managers[key] = manager
+            return manager
 
-    def _dial(self, host: Host, allowed: Collection[str] | None) -> Connection:
-        proxy = proxy_for(host)
-        if proxy is None:
-            sock, near = self._connect(host.name, host.port, allowed)
-        else:
-            # The proxy looks the name up: what this machine knows of it is all there is to go by.
-            found = _look_up(host)
-            _check(host.name, sorted(found - {*allowed}) if allowed is not None else ())
-            near = PUBLIC if PUBLIC in found else min(found, default=PUBLIC)
-            sock, _ = self._connect(proxy.name, proxy.port, None)
+    def _look_up(self, host: Host) -> set[str]:
         try:
-            if host.scheme == "https":
-                if proxy is not None:
-                    _tunnel(sock, host, proxy)
-                sock = self._context().wrap_socket(sock, server_hostname=host.name)
-            sock.settimeout(self._timeout)
-            conn = Connection(host, sock, near, self._clock, self._grace)
-            conn.proxy = proxy if host.scheme == "http" else None
-        except BaseException:
-            sock.close()
-            raise
-        return conn
+            return {nearness(a) for a in _addresses(host.name, host.port)}
+        except (OSError, UnicodeError):
+            return set()
 
-    def _connect(self, name: str, port: int, allowed: Collection[str] | None) -> tuple[socket.socket, str]:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        # Where IPv6 leads nowhere, one connection finds out, and not all.
-        found.sort(key=lambda one: one[0] != self._families.get((name, port), one[0]))
-        near_ones = [nearness(str(address[0])) for *_, address in found]
-        refused = [near for near in near_ones if allowed is not None and near not in allowed]
-        tried = [(one, near) for one, near in zip(found, near_ones, strict=True) if near not in refused]
-        error = None
-        for i, ((family, kind, protocol, _, address), near) in enumerate(tried[:MAX_ADDRESSES]):
-            seconds = CONNECT_SECONDS if i == len(tried) - 1 else NEXT_SECONDS
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(min(self._timeout, seconds))
-                sock.connect(address)  # the address that was looked at: a second look-up might give another one
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as e:
-                sock.close()
-                error = e
-                continue
-            except BaseException:
-                sock.close()
-                raise
-            self._families[name, port] = family
-            return sock, near
-        _check(name, refused if error is None else ())
-        raise error or OSError(f"no address is known for {name}")
 
-    def _context(self) -> ssl.SSLContext:
-        with self._lock:
-            if self._tls is None:
-                self._tls = _tls()
-            return self._tls
+def _through(proxy: str, options: dict[str, Any]) -> ProxyManager:
+    parts = urlsplit(proxy)
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username is not None else None
+    host = Host("http", parts.hostname or "", parts.port or 80)
+    headers = make_headers(proxy_basic_auth=login)
+    return ProxyManager(f"http://{host.bracketed}:{host.port}", proxy_headers=headers, **options)
+
+
+def _addresses(name: str, port: int) -> list[str]:
+    """Raises UnknownHostError, and UnicodeError for what cannot be a name."""
+    try:
+        return list(dict.fromkeys(str(where[0]) for *_, where in getaddrinfo(name, port, proto=6)))  # TCP
+    except OSError:
+        raise UnknownHostError from None
+
+
+def _cause(e: BaseException) -> BaseException:
+    """What urllib3's errors were made of."""
+    while inner := getattr(e, "original_error", None) or next((a for a in e.args if isinstance(a, Exception)), None):
+        e = inner
+    if isinstance(e, PoolTimeoutError):
+        return TimeoutError()
+    return HTTPException() if isinstance(e, PoolError) else e
+
+
+def _pieces(body: memoryview) -> Iterator[Any]:
+    for at in range(0, len(body), PIECE):
+        yield body[at : at + PIECE]
 
 
 def _tls() -> ssl.SSLContext:
@@ -416,41 +515,17 @@ def _tls() -> ssl.SSLContext:
     own = os.environ.get("AWS_CA_BUNDLE")  # of a store in one's own network, as boto3 reads it
     if own:
         context.load_verify_locations(own)
-    context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-def _tunnel(sock: socket.socket, host: Host, proxy: Proxy) -> None:
-    tunnel = http.client.HTTPConnection(proxy.name, proxy.port)
-    tunnel.sock = sock
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    authority = f"{name}:{host.port}"
-    tunnel.request("CONNECT", authority, headers={"Host": authority, **proxy.headers})
-    response = http.client.HTTPResponse(sock, method="CONNECT")
-    response.begin()
-    status = response.status
-    response.close()
-    tunnel.sock = None
-    if status != http.client.OK:
-        raise OSError(f"the proxy {proxy.name}:{proxy.port} answers {status} when asked for {authority}")
-
-
-def _look_up(host: Host) -> set[str]:
-    try:
-        found = socket.getaddrinfo(host.name, host.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return set()
-    return {nearness(str(address[0])) for *_, address in found}
 
 
 def _check(name: str, refused: Collection[str]) -> None:
     if refused:
-        raise AddressError(f"it leads to {name}, which has a {', '.join(sorted(set(refused)))} address")
+        raise AddressError(f"it leads to {name}, which has a {', '.join(sorted(refused))} address")
 
 
 def _forget() -> None:
-    for pool in list(_pools):
-        pool.forget()
+    for client in list(_clients):
+        client.forget()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -32,7 +32,7 @@ def no_network(*_: object, **__: object) -> None:
 @example("s3://bucket/\ud800")
 @example("https://[::1")
 def test_a_text_is_a_place_or_an_error(text: str) -> None:
-    with patch.object(socket.socket, "connect", no_network), patch.object(socket, "getaddrinfo", no_network):
+    with patch.object(socket.socket, "connect", no_network), patch("ckpttool.storage.network.getaddrinfo", no_network):
         try:
             place = parse_place(text)
         except UsageError:

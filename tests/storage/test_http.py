@@ -179,7 +179,7 @@ def test_waits_grow_and_differ(server: WebServer) -> None:
     for _ in range(8):
         clock = Fast()
         client = Client(clock=clock)
-        client._connections._peers[split(server.url)[0]] = "loopback"
+        client._connections._near[split(server.url)[0][1:]] = "loopback"
         with pytest.raises(HttpError, match="breaks off"):
             get(client, f"{server.url}/f", 0, 1)
         waits.append(clock.slept)
@@ -397,6 +397,13 @@ def test_what_stays_wrong_is_not_tried_again(server: WebServer, client: Client, 
     assert (answer.status, answer.body, server.count()) == (code, b"because", 2)
 
 
+def test_half_a_head_is_no_answer(server: WebServer, client: Client, clock: Fast) -> None:
+    """``Content-Length: 10`` of ``1000``, and half of an ETag, look like others."""
+    server.on("/f", raw(b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 31'), times=1)
+    answer = client.request("HEAD", f"{server.url}/f")
+    assert (answer.total, len(clock.slept)) == (len(DATA), 1)
+
+
 def test_a_small_answer_is_whole_and_small(server: WebServer, client: Client) -> None:
     server.files["j"] = b'{"a": 1}'
     assert client.request("GET", f"{server.url}/j").json() == {"a": 1}
@@ -501,7 +508,7 @@ def test_a_host_that_was_never_there_gets_a_few_tries(client: Client, clock: Fas
 
 def test_a_name_without_an_address(client: Client) -> None:
     with (
-        patch("socket.getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")),
+        patch("ckpttool.storage.network.getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")),
         pytest.raises(HttpError, match=r"no address is found for nowhere\.example: check the name and the network"),
     ):
         get(client, "https://nowhere.example/f")
@@ -623,7 +630,7 @@ def answers(names: dict[str, list[str]]) -> Callable[..., Any]:
 def test_names_are_judged_by_their_addresses(server: WebServer, client: Client) -> None:
     port = split(server.url)[0].port
     names = {"cdn.example": ["10.0.0.1", "127.0.0.1"], "hub.example": ["8.8.8.8"], "here.example": ["127.0.0.1"]}
-    with patch("socket.getaddrinfo", side_effect=answers(names)) as look_up:
+    with patch("ckpttool.storage.network.getaddrinfo", side_effect=answers(names)) as look_up:
         for name in ("here.example", "cdn.example"):
             with pytest.raises(RefusedRedirectError, match=f"leads to {name}"):
                 get(client, f"http://{name}:{port}/f", origin="http://hub.example/")
@@ -644,7 +651,7 @@ def test_an_address_that_works_is_tried_first(server: WebServer, client: Client)
         connect(sock, address)
 
     with (
-        patch("socket.getaddrinfo", side_effect=answers({"both.example": ["::1", "127.0.0.1"]})),
+        patch("ckpttool.storage.network.getaddrinfo", side_effect=answers({"both.example": ["::1", "127.0.0.1"]})),
         patch.object(socket.socket, "connect", record),
     ):
         for _ in range(2):
@@ -695,7 +702,7 @@ def test_a_proxy_of_the_environment_is_asked(
     monkeypatch.setenv("http_proxy", server.url.replace("://", "://me:pass%40word@"))
     monkeypatch.setenv("no_proxy", "")
     server.on("http://files.example/f", lambda _, r: r.but(status=200, body=b"proxied", Content_Length="7"))
-    with patch("socket.getaddrinfo", side_effect=answers({"files.example": ["8.8.8.8"]})):
+    with patch("ckpttool.storage.network.getaddrinfo", side_effect=answers({"files.example": ["8.8.8.8"]})):
         assert client.request("GET", "http://files.example/f?q=1").body == b"proxied"
         asked = server.asked[0]
         assert (asked.path, asked.query) == ("http://files.example/f", "q=1")
@@ -722,7 +729,7 @@ def test_a_proxy_that_refuses_a_tunnel(server: WebServer, client: Client, monkey
     monkeypatch.setenv("no_proxy", "")
     server.on("files.example:443", status(407))
     with (
-        patch("socket.getaddrinfo", side_effect=answers({"files.example": ["8.8.8.8"]})),
+        patch("ckpttool.storage.network.getaddrinfo", side_effect=answers({"files.example": ["8.8.8.8"]})),
         pytest.raises(HttpError, match=r"answers 407 when asked for files.example:443"),
     ):
         client.request("GET", "https://files.example/f")

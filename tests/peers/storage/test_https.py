@@ -171,7 +171,7 @@ def test_a_tunnel_of_a_proxy(server: WebServer, authority: Authority) -> None:
             with pytest.raises(RefusedRedirectError, match="loopback"):
                 get(client, f"https://127.0.0.1:{port}/f", origin="https://files.example/")
     assert [a.split()[1] for a in asked] == [b"files.example:443", b"elsewhere.example:443"]
-    assert b"Proxy-Authorization: Basic bWU6d29yZA==" in asked[0]
+    assert b"proxy-authorization: Basic bWU6d29yZA==" in asked[0]
     assert b"signature" not in asked[0]
     assert server.asked[0].headers["host"] == "files.example"
     assert "proxy-authorization" not in server.asked[0].headers
