@@ -13,7 +13,7 @@ import pytest
 from ckpttool.errors import AccessError, OutputError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.destinations import objects
-from ckpttool.storage.buckets import gcs
+from ckpttool.storage.buckets import base, gcs
 from ckpttool.storage.buckets.base import FileSlice, GoneError, TakenError
 from ckpttool.storage.buckets.gcs import GcsBucket
 from ckpttool.storage.place import parse_place
@@ -101,7 +101,7 @@ def test_uploads(store: GcsBucket, server: GoogleServer, tmp_path: Path) -> None
 def test_bytes_that_change_on_their_way_are_refused(store: GcsBucket, server: GoogleServer, tmp_path: Path) -> None:
     upload = store.create("b/model", "run1")
     with (
-        patch.object(gcs, "md5", lambda _: "AAAAAAAAAAAAAAAAAAAAAA=="),
+        patch.object(base, "md5", lambda _: "AAAAAAAAAAAAAAAAAAAAAA=="),
         piece(tmp_path / "file", b"abcd") as part,
         pytest.raises(OutputError, match="BadDigest"),
     ):

@@ -38,23 +38,8 @@ from azure.storage.blob import (
 
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.storage.access import anonymous, check_secret
-from ckpttool.storage.buckets.base import (
-    FileSlice,
-    GoneError,
-    ObjectContent,
-    ObjectInfo,
-    ObjectPage,
-    SentPart,
-    SignedRead,
-    TakenError,
-    explain_read,
-    md5,
-    no_bucket,
-    no_object,
-    object_info,
-    understood,
-    unlisted,
-)
+from ckpttool.storage.buckets import base
+from ckpttool.storage.buckets.base import FileSlice, ObjectContent, ObjectInfo, ObjectPage, SentPart, SignedRead
 from ckpttool.storage.caches import TimedCache
 from ckpttool.storage.http import REDIRECTS, HttpError, led
 
@@ -182,7 +167,7 @@ class AzureBucket:
                 if deep
                 else blobs.walk_blobs(prefix or None, include=["metadata"], delimiter="/")
             )
-            with understood(where):
+            with base.understood(where):
                 for blob_page in found.by_page():
                     files, folders = [], []
                     for item in blob_page:
@@ -198,8 +183,8 @@ class AzureBucket:
         with self._explained(key):
             said = self._blob(key).get_blob_properties()
         if _is_folder(said):
-            raise no_object(self._where(key))
-        with understood(self._where(key)):
+            raise base.no_object(self._where(key))
+        with base.understood(self._where(key)):
             return _info(said)
 
     def get(self, key: str) -> ObjectContent | None:
@@ -225,7 +210,7 @@ class AzureBucket:
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
         where = self._where(key)
-        explain_read(e, where, lambda a: self._meaning(a.headers.get("x-ms-error-code", ""), a.status, where))
+        base.explain_read(e, where, lambda a: self._meaning(a.headers.get("x-ms-error-code", ""), a.status, where))
 
     # -- writing
 
@@ -267,7 +252,7 @@ class AzureBucket:
     def put_part(self, key: str, upload: str, number: int, data: FileSlice) -> str:
         name = f"{upload}-{number:05}"
         with self._explained(key):
-            self._blob(key).stage_block(name, data, length=data.size, headers={"Content-MD5": md5(data)})
+            self._blob(key).stage_block(name, data, length=data.size, headers={"Content-MD5": base.md5(data)})
         return name
 
     def parts(self, key: str, upload: str) -> dict[int, SentPart]:
@@ -287,7 +272,7 @@ class AzureBucket:
         """An empty blob discards the blocks; it is there for a moment, unless there is another one."""
         with self._lock:
             self._open.discard(key)
-        with suppress(TakenError, FileNotFoundError), self._explained(key, taken=True):
+        with suppress(base.TakenError, FileNotFoundError), self._explained(key, taken=True):
             made = self._blob(key).commit_block_list([], match_condition=MatchConditions.IfMissing)
             self._blob(key).delete_blob(etag=made["etag"], match_condition=MatchConditions.IfNotModified)
 
@@ -317,16 +302,16 @@ class AzureBucket:
         except exceptions.HttpResponseError as e:
             code, status = _code(e), e.status_code or 0
             if taken and (status == 412 or code == "BlobAlreadyExists"):
-                raise TakenError from None
+                raise base.TakenError from None
             if upload and code in ("InvalidBlockList", "BlobNotFound"):
-                raise GoneError from None
+                raise base.GoneError from None
             if status in REDIRECTS:
                 to = led(e.response.headers.get("Location", "") if e.response else "")
                 what = f"the server of the account redirects{to}; refused, because credentials go only to the server"
                 hint = f"check the account's name and {_ADDRESS}"
                 raise AccessError(f"{what} you named", where=where, hint=hint) from None
             found = self._meaning(code, status, where) if status else AccessError(_NO_LOGIN, where=where, hint=_LOGIN)
-            raise (unlisted(found, where, _ADDRESS) if listing else found) from None
+            raise (base.unlisted(found, where, _ADDRESS) if listing else found) from None
         except (exceptions.ServiceRequestError, exceptions.ServiceResponseError):
             hint = "check the network and the account's name"
             raise AccessError("Azure does not answer", where=where, hint=hint) from None
@@ -338,9 +323,9 @@ class AzureBucket:
     def _meaning(self, code: str, status: int, where: str) -> OSError | CkptError:
         """The error for an answer that is one."""
         if code == "ContainerNotFound":
-            return no_bucket("container", where, "check its name and AZURE_STORAGE_ACCOUNT", writes=self.writes)
+            return base.no_bucket("container", where, "check its name and AZURE_STORAGE_ACCOUNT", writes=self.writes)
         if status == 404:
-            return no_object(where)
+            return base.no_object(where)
         if code == "AuthenticationFailed":
             hint = f"{_LOGIN}; {_WRITING}" if self.writes else _LOGIN
             return AccessError("Azure does not accept these credentials", where=where, hint=hint)
@@ -392,7 +377,7 @@ def _code(e: exceptions.HttpResponseError) -> str:
 
 def _info(blob: BlobProperties) -> ObjectInfo:
     tag = str(blob.etag).strip('"') if blob.etag else ""
-    return object_info(blob.size, tag and f'"{tag}"', (blob.metadata or {}).get(RUN, ""))
+    return base.object_info(blob.size, tag and f'"{tag}"', (blob.metadata or {}).get(RUN, ""))
 
 
 def _staged(blob: BlobClient, data: FileSlice) -> Iterator[str]:

@@ -25,18 +25,8 @@ from google.auth.transport.urllib3 import Request
 
 from ckpttool.errors import AccessError, CkptError, OutputError, plain
 from ckpttool.storage.access import anonymous
-from ckpttool.storage.buckets import s3
-from ckpttool.storage.buckets.base import (
-    ObjectInfo,
-    ObjectPage,
-    SignedRead,
-    explain_read,
-    md5,
-    no_bucket,
-    no_object,
-    object_info,
-    understood,
-)
+from ckpttool.storage.buckets import base, s3
+from ckpttool.storage.buckets.base import ObjectInfo, ObjectPage, SignedRead
 from ckpttool.storage.http import Answer, HttpError, client
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -116,8 +106,8 @@ class GcsBucket(s3.S3Bucket):
             query["delimiter"] = "/"
         while True:
             said = self._ask(f"{self._url}?{urlencode(query)}", prefix)
-            with understood(self._where(prefix)):
-                files = [(o["name"], object_info(o["size"], int(o["generation"]))) for o in said.get("items", ())]
+            with base.understood(self._where(prefix)):
+                files = [(o["name"], base.object_info(o["size"], int(o["generation"]))) for o in said.get("items", ())]
                 if not all(isinstance(key, str) for key, _ in files):
                     raise TypeError
                 page = ObjectPage(files, [str(p) for p in said.get("prefixes", ())])
@@ -128,8 +118,8 @@ class GcsBucket(s3.S3Bucket):
 
     def head(self, key: str) -> ObjectInfo:
         said = self._ask(f"{self._url}/{quote(key, safe='')}?fields=size,generation,metadata", key, of_object=True)
-        with understood(self._where(key)):
-            return object_info(said["size"], int(said["generation"]), said.get("metadata", {}).get(s3.RUN, ""))
+        with base.understood(self._where(key)):
+            return base.object_info(said["size"], int(said["generation"]), said.get("metadata", {}).get(s3.RUN, ""))
 
     def signed(self, key: str, tag: str, *, renew: bool) -> SignedRead:
         query = urlencode({"alt": "media", "ifGenerationMatch": tag})
@@ -138,7 +128,7 @@ class GcsBucket(s3.S3Bucket):
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
         where = self._where(key)
-        explain_read(e, where, lambda answer: self._meaning("", answer.status, where))
+        base.explain_read(e, where, lambda answer: self._meaning("", answer.status, where))
 
     def _ask(self, url: str, key: str, *, of_object: bool = False) -> Mapping[str, Any]:
         where = self._where(key)
@@ -172,9 +162,9 @@ class GcsBucket(s3.S3Bucket):
         self, code: str, status: int, where: str, text: str = "", *, of_object: bool = True
     ) -> OSError | CkptError:
         if code == "NoSuchBucket" or (status == 404 and not of_object and not code):
-            return no_bucket("bucket", where, "check its name", writes=self.writes)
+            return base.no_bucket("bucket", where, "check its name", writes=self.writes)
         if status == 404 and of_object:
-            return no_object(where)
+            return base.no_object(where)
         if status == 401 and not anonymous():
             return AccessError("Google Cloud does not accept these credentials", where=where, hint=_LOGIN)
         if status in (401, 403):
@@ -207,7 +197,7 @@ def _to_google(request: Any, **_: Any) -> None:
         elif name == "if-match":
             new[_IF] = value
         elif name == "x-amz-checksum-crc32":
-            new["Content-MD5"] = md5(request.body)
+            new["Content-MD5"] = base.md5(request.body)
     for name in list(request.headers.keys()):
         if name.lower().startswith(("x-amz-", "amz-sdk-", "if-")):
             del request.headers[name]

@@ -24,24 +24,8 @@ from botocore import exceptions
 
 from ckpttool.errors import AccessError, CkptError, OutputError
 from ckpttool.storage.access import anonymous, check_secret
-from ckpttool.storage.buckets.base import (
-    FileSlice,
-    GoneError,
-    ObjectContent,
-    ObjectInfo,
-    ObjectPage,
-    SentPart,
-    SignedRead,
-    SliceStoppedError,
-    TakenError,
-    crc32,
-    explain_read,
-    no_bucket,
-    no_object,
-    object_info,
-    understood,
-    unlisted,
-)
+from ckpttool.storage.buckets import base
+from ckpttool.storage.buckets.base import FileSlice, ObjectContent, ObjectInfo, ObjectPage, SentPart, SignedRead
 from ckpttool.storage.caches import TimedCache
 from ckpttool.storage.http import REDIRECTS, Answer, HttpError, led
 
@@ -70,6 +54,7 @@ _HINTS = {
         ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), _REGION
     ),
     "InvalidObjectState": "the object is archived (Glacier): restore it first",
+    "RequestTimeout": "the network is slow: try again, with fewer --connections",
     "SlowDown": "the bucket gets too many requests: use fewer --connections, or try later",
 }
 _LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; --anonymous reads public buckets"
@@ -191,22 +176,22 @@ class S3Bucket:
         delimiter: dict[str, Any] = {} if deep else {"Delimiter": "/"}
         following = {"ContinuationToken": "NextContinuationToken"}
         for said in self._answers("list_objects_v2", prefix, following, Prefix=prefix, **delimiter):
-            with understood(where):
-                files = [(o["Key"], object_info(o["Size"], o["ETag"])) for o in said.get("Contents", ())]
+            with base.understood(where):
+                files = [(o["Key"], base.object_info(o["Size"], o["ETag"])) for o in said.get("Contents", ())]
                 page = ObjectPage(files, [p["Prefix"] for p in said.get("CommonPrefixes", ())])
             yield page
 
     def head(self, key: str) -> ObjectInfo:
         said = self._call("head_object", key, Key=key)
-        with understood(self._where(key)):
-            return object_info(said["ContentLength"], said["ETag"], said.get("Metadata", {}).get(RUN, ""))
+        with base.understood(self._where(key)):
+            return base.object_info(said["ContentLength"], said["ETag"], said.get("Metadata", {}).get(RUN, ""))
 
     def get(self, key: str) -> ObjectContent | None:
         try:
             said = self._call("get_object", key, Key=key)
         except FileNotFoundError:
             return None
-        with understood(self._where(key)):
+        with base.understood(self._where(key)):
             date = said["ResponseMetadata"]["HTTPHeaders"].get("date")
             now = parsedate_to_datetime(date) if date else datetime.now(UTC)
             return ObjectContent(said["Body"], said["ETag"], (now - said["LastModified"]).total_seconds())
@@ -237,7 +222,7 @@ class S3Bucket:
             return e.response
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
-        explain_read(e, self._where(key), partial(self._answered, key))
+        base.explain_read(e, self._where(key), partial(self._answered, key))
 
     def _answered(self, key: str, answer: Answer) -> OSError | CkptError:
         code = _CODE.search(answer.body)
@@ -247,7 +232,7 @@ class S3Bucket:
 
     def put(self, key: str, data: bytes | FileSlice, run: str, *, new: bool = False, replaces: str = "") -> str:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if new else {"IfMatch": replaces} if replaces else {}
-        given: dict[str, Any] = {"Key": key, "Body": data, "ChecksumCRC32": crc32(data), "Metadata": {RUN: run}}
+        given: dict[str, Any] = {"Key": key, "Body": data, "ChecksumCRC32": base.crc32(data), "Metadata": {RUN: run}}
         try:
             return str(self._call("put_object", key, taken=bool(condition), **given, **condition)["ETag"])
         except _NotImplementedError:
@@ -256,7 +241,7 @@ class S3Bucket:
         # A store without conditions. Whoever puts reads again afterwards, so one of two notices.
         there = self.get(key)
         if (there.tag if there else "") != replaces:
-            raise TakenError
+            raise base.TakenError
         return str(self._call("put_object", key, **given)["ETag"])
 
     def delete(self, key: str) -> None:
@@ -275,13 +260,13 @@ class S3Bucket:
 
     def put_part(self, key: str, upload: str, number: int, data: FileSlice) -> str:
         at: dict[str, Any] = {"Key": key, "UploadId": upload, "PartNumber": number}
-        return _tag(self._call("upload_part", key, upload=True, Body=data, ChecksumCRC32=crc32(data), **at))
+        return _tag(self._call("upload_part", key, upload=True, Body=data, ChecksumCRC32=base.crc32(data), **at))
 
     def parts(self, key: str, upload: str) -> dict[int, SentPart]:
         found: dict[int, SentPart] = {}
         following = {"PartNumberMarker": "NextPartNumberMarker"}
         for said in self._answers("list_parts", key, following, upload=True, Key=key, UploadId=upload):
-            with understood(self._where(key)):
+            with base.understood(self._where(key)):
                 found |= {p["PartNumber"]: SentPart(p["Size"], _tag(p)) for p in said.get("Parts", ())}
         return found
 
@@ -292,7 +277,7 @@ class S3Bucket:
         self._call("complete_multipart_upload", key, upload=True, **named)
 
     def abort(self, key: str, upload: str) -> None:
-        with suppress(GoneError):
+        with suppress(base.GoneError):
             self._call("abort_multipart_upload", key, upload=True, Key=key, UploadId=upload)
 
     # -- requests, and what their answers mean
@@ -306,17 +291,17 @@ class S3Bucket:
         """The answers to a listing, page by page. ``following``: what of an answer goes into the next request."""
         after: dict[str, Any] = {}
         while True:
-            with understood(self._where(key)):
+            with base.understood(self._where(key)):
                 said = self._call(operation, key, upload=upload, **given, **after)
             yield said
             if not said.get("IsTruncated"):
                 return
-            with understood(self._where(key)):
+            with base.understood(self._where(key)):
                 last, after = after, {name: said[of] for name, of in following.items()}
-                if after == last:
+                if "KeyMarker" in after and said.get("EncodingType") == "url":
+                    after["KeyMarker"] = unquote_plus(after["KeyMarker"])
+                if after == last:  # it would go on for ever
                     raise ValueError
-            if "KeyMarker" in after and said.get("EncodingType") == "url":
-                after["KeyMarker"] = unquote_plus(after["KeyMarker"])
 
     def _call(self, operation: str, key: str, *, taken: bool = False, upload: bool = False, **given: Any) -> Any:
         """The answer; that of ``get_object`` has its bytes. One that breaks off is asked for again; botocore does not.
@@ -359,15 +344,15 @@ class S3Bucket:
             code, text = str(said.get("Code", "")), str(said.get("Message", ""))
             status = int(e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             if taken and code in _TAKEN:
-                raise TakenError from None
+                raise base.TakenError from None
             if upload and code == "NoSuchUpload":
-                raise GoneError from None
+                raise base.GoneError from None
             found = self._meaning(code, status, where, text, of_object=not upload)
             listing = operation in ("list_objects_v2", "list_multipart_uploads")
-            raise (unlisted(found, where, self.address) if listing else found) from None
+            raise (base.unlisted(found, where, self.address) if listing else found) from None
         except exceptions.BotoCoreError as e:
-            if isinstance(e, exceptions.UnseekableStreamError) or isinstance(e.__context__, SliceStoppedError):
-                raise SliceStoppedError from None  # between two tries of a request that is to end
+            if isinstance(e, exceptions.UnseekableStreamError) or isinstance(e.__context__, base.SliceStoppedError):
+                raise base.SliceStoppedError from None  # between two tries of a request that is to end
             raise self._failed(e, where) from None
 
     def _meaning(
@@ -376,16 +361,16 @@ class S3Bucket:
         """The error for an answer that is one."""
         if code == "NoSuchBucket":
             hint = "check its name, and AWS_ENDPOINT_URL for stores that are not Amazon's"
-            return no_bucket("bucket", where, hint, writes=self.writes)
+            return base.no_bucket("bucket", where, hint, writes=self.writes)
         if of_object and (status == 404 or code in _MISSING):
-            return no_object(where)
+            return base.no_object(where)
         hint = _HINTS.get(code, "")
         if status in (401, 403) and not hint:
             return AccessError("S3 refuses access", where=where, hint=self._denied())
         if status in (301, 307) or (status == 400 and not code):
             hint = _REGION
         said = f"S3 answers {status}" + (f" {code}" if code != str(status) else "")
-        if status == 501:
+        if status == 501 or code == "NotImplemented":
             return _NotImplementedError(said, where=where)
         if self.writes and 400 <= status < 500 and status != 429 and not hint:
             return OutputError(f"S3 refuses a request ({code or status}): {text or code or status}", where=where)

@@ -115,7 +115,7 @@ def test_an_upload_is_seen_when_it_is_complete(store: AzureBucket, tmp_path: Pat
     for _ in range(2):  # the answer to the first may have been lost
         store.complete("b/model", upload, tags, "run1")
     assert store.get("b/model").data == b"abcdefghi"  # type: ignore[union-attr]
-    assert store.head("b/model").run == "run1"  # type: ignore[union-attr]
+    assert store.head("b/model").run == "run1"
     assert list(store.uploads("b/")) == []
     with pytest.raises(GoneError):
         store.complete("b/other", upload, tags, "run1")
