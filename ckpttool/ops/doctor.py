@@ -291,7 +291,7 @@ def _gs(online: bool) -> str:  # noqa: FBT001
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     home = os.environ.get("CLOUDSDK_CONFIG") or str(Path.home() / ".config" / "gcloud")
     if online:
-        from ckpttool.storage.gcs import authorization
+        from ckpttool.storage.buckets.gcs import authorization
 
         return "logged in" if authorization("gs://") else "STORAGE_EMULATOR_HOST is set"
     held = [p for p in (named, f"{home}/application_default_credentials.json") if p and Path(p).is_file()]

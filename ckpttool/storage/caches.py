@@ -1,7 +1,7 @@
-"""Two caches for places on other machines: listings, which hold for some seconds, and bytes, which hold as long as
-their key names the same bytes.
+"""Two caches for places on other machines: answers that hold for some seconds (listings, signed URLs), and bytes, which
+hold as long as their key names the same bytes.
 
-    NAMES = ListingCache[WebPlace, dict[str, WebEntry]](30.0)     one for each kind of answer of each storage
+    listed = TimedCache[WebPlace, dict[str, WebEntry]](30.0)     one for each kind of answer of each storage
     BYTES                                                          the one of this process, for all storages
 
 ``forget`` empties all of them. Safe to use from several threads, and after a fork.
@@ -23,8 +23,8 @@ KEPT_BYTES = 64 << 20
 """Bytes that ``BYTES`` holds."""
 
 
-class ListingCache(Generic[K, V]):
-    """What servers said is there, by place. An answer holds for ``seconds``; at most ``most`` are held.
+class TimedCache(Generic[K, V]):
+    """What servers said, by what was asked. An answer holds for ``seconds``; at most ``most`` are held.
 
     Single operations of a dict need no lock.
     """
@@ -106,7 +106,7 @@ class ByteCache:
         self._lock = threading.Lock()
 
 
-_caches: list[ListingCache[Any, Any] | ByteCache] = []
+_caches: list[TimedCache[Any, Any] | ByteCache] = []
 BYTES = ByteCache(KEPT_BYTES)
 
 

@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, spool: str, part:
     monkeypatch.setattr(objects, "CHUNK", chunk)
     monkeypatch.setattr(objects, "WHOLE", chunk)
     monkeypatch.setattr(objects, "REMEMBER", 0.0)
-    monkeypatch.setattr(objects, "open_store", lambda _scheme, _bucket: store)
+    monkeypatch.setattr(objects, "open_bucket", lambda _scheme, _bucket, **_: store)
     monkeypatch.setattr(workforce, "CompletionQueue", lambda _, most: CompletionQueue(1, most))
     monkeypatch.setattr(workforce, "_SMALLEST_ARENA", 4096)
     monkeypatch.setattr("tempfile.tempdir", spool)

@@ -12,35 +12,28 @@ import pytest
 
 from ckpttool.errors import AccessError, OutputError
 from ckpttool.execute import RunOptions, run
-from ckpttool.execute.destinations import gcs, objects
-from ckpttool.execute.destinations.gcs import GcsStore
-from ckpttool.execute.destinations.store import GoneError, Slice, TakenError
-from ckpttool.storage import gcs as source
+from ckpttool.execute.destinations import objects
+from ckpttool.storage.buckets import base, gcs
+from ckpttool.storage.buckets.base import FileSlice, GoneError, TakenError
+from ckpttool.storage.buckets.gcs import GcsBucket
 from ckpttool.storage.place import parse_place
 from tests.execute.plans import expected, reshard
 from tests.execute.test_objects import with_small_files
-from tests.helpers.s3_server import S3Server, s3_server
+from tests.helpers.google_server import GoogleServer, google_server
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[S3Server]:
+def running() -> Iterator[GoogleServer]:
     with (
-        s3_server() as server,
+        google_server() as server,
         patch.dict(os.environ, {"STORAGE_EMULATOR_HOST": server.url, "AWS_CONFIG_FILE": "/nowhere"}),
-        patch.object(source, "authorization", lambda _: {"Authorization": "Bearer ya29.token"}),
+        patch.object(gcs, "authorization", lambda _: {"Authorization": "Bearer ya29.token"}),
     ):
         yield server
 
 
-@pytest.fixture(scope="module")
-def shared(running: S3Server) -> Iterator[GcsStore]:
-    found = gcs.store(next(iter(running.buckets)))
-    yield found
-    found.close()
-
-
 @pytest.fixture
-def server(running: S3Server) -> Iterator[S3Server]:
+def server(running: GoogleServer) -> Iterator[GoogleServer]:
     running.buckets["bucket"].clear()
     running.uploads.clear()
     running.clear()
@@ -52,17 +45,17 @@ def server(running: S3Server) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def store(server: S3Server, shared: GcsStore) -> GcsStore:
+def store(server: GoogleServer) -> GcsBucket:
     assert server.buckets == {"bucket": {}}
-    return shared
+    return GcsBucket("bucket", writes=True)
 
 
-def piece(path: Path, data: bytes) -> Slice:
+def piece(path: Path, data: bytes) -> FileSlice:
     path.write_bytes(b"before" + data + b"behind")
-    return Slice(path, 6, len(data), threading.Event())
+    return FileSlice(path, 6, len(data), threading.Event())
 
 
-def test_conditions_are_generations(store: GcsStore, server: S3Server) -> None:
+def test_conditions_are_generations(store: GcsBucket, server: GoogleServer) -> None:
     tag = store.put("a/marker", b"1", "run1", new=True)
     assert tag == str(server.buckets["bucket"]["a/marker"].generation)
     with pytest.raises(TakenError):
@@ -78,12 +71,14 @@ def test_conditions_are_generations(store: GcsStore, server: S3Server) -> None:
     assert held
     assert (held.size, held.run) == (1, "run2")
     assert server.buckets["bucket"]["a/marker"].headers["x-goog-meta-ckpttool-run"] == "run2"
-    assert list(store.objects("a/")) == [("a/marker", 1)]
+    assert [p.files for p in store.pages("a/", deep=True)] == [[("a/marker", (1, second, ""))]]
     store.delete("a/marker")
-    assert (store.head("a/marker"), store.get("a/marker")) == (None, None)
+    assert store.get("a/marker") is None
+    with pytest.raises(FileNotFoundError):
+        store.head("a/marker")
 
 
-def test_uploads(store: GcsStore, server: S3Server, tmp_path: Path) -> None:
+def test_uploads(store: GcsBucket, server: GoogleServer, tmp_path: Path) -> None:
     upload = store.create("b/model", "run1")
     tags = {}
     for number, data in ((2, b"efgh"), (1, b"abcd"), (3, b"i")):
@@ -103,10 +98,10 @@ def test_uploads(store: GcsStore, server: S3Server, tmp_path: Path) -> None:
     store.abort("b/model", upload)
 
 
-def test_bytes_that_change_on_their_way_are_refused(store: GcsStore, server: S3Server, tmp_path: Path) -> None:
+def test_bytes_that_change_on_their_way_are_refused(store: GcsBucket, server: GoogleServer, tmp_path: Path) -> None:
     upload = store.create("b/model", "run1")
     with (
-        patch.object(gcs, "_md5", lambda _: "AAAAAAAAAAAAAAAAAAAAAA=="),
+        patch.object(base, "md5", lambda _: "AAAAAAAAAAAAAAAAAAAAAA=="),
         piece(tmp_path / "file", b"abcd") as part,
         pytest.raises(OutputError, match="BadDigest"),
     ):
@@ -114,7 +109,7 @@ def test_bytes_that_change_on_their_way_are_refused(store: GcsStore, server: S3S
     assert not server.uploads[upload].parts
 
 
-def test_errors_name_the_place_and_the_role(store: GcsStore, server: S3Server) -> None:
+def test_errors_name_the_place_and_the_role(store: GcsBucket, server: GoogleServer) -> None:
     server.choose = lambda *_: "403"
     with pytest.raises(AccessError) as e:
         store.put("a", b"1", "run")
@@ -122,7 +117,7 @@ def test_errors_name_the_place_and_the_role(store: GcsStore, server: S3Server) -
     assert "Storage Object User" in (e.value.hint or "")
 
 
-def test_a_run_writes_what_a_directory_gets(server: S3Server, tmp_path: Path) -> None:
+def test_a_run_writes_what_a_directory_gets(server: GoogleServer, tmp_path: Path) -> None:
     plan = with_small_files(reshard(tmp_path / "src", [((64, 768), 0), ((256, 128), 1), ((512,), None)], 2, 2))
     server.min_part = 5 << 10
     with patch.object(objects, "CHUNK", 64 << 10), patch.object(objects, "WHOLE", 16 << 10):

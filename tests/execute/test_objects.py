@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
     """A bucket for runs with chunks of 64 KiB."""
     found = ObjectStore()
     with (
-        patch.object(objects, "open_store", lambda _scheme, _bucket: found),
+        patch.object(objects, "open_bucket", lambda _scheme, _bucket, **_: found),
         patch.object(objects, "CHUNK", 64 << 10),
         patch.object(objects, "WHOLE", 16 << 10),
         patch("tempfile.tempdir", str(tmp_path)),
@@ -626,8 +626,9 @@ def test_copies_that_disagree(store: ObjectStore, plan: Plan, tmp_path: Path, re
 def test_hashes_that_somebody_has_put_there(data: bytes) -> None:
     """They are taken again."""
     found = {"n/R-000007.json": data, "n/R-x.json": b'{"sums": {}}', "n/R-000002.json": b'{"sums": {"0.0": "ab"}}'}
-    store = SimpleNamespace(
-        objects=lambda _: [(key, 0) for key in found], get=lambda key: SimpleNamespace(data=found[key])
+    bucket = SimpleNamespace(get=lambda key: SimpleNamespace(data=found[key]))
+    notes = SimpleNamespace(notes="n/")
+    said: Any = SimpleNamespace(
+        _bucket=bucket, _there=lambda _: [(key, 0) for key in found], _keys=notes, _run="R", _notes=0
     )
-    said: Any = SimpleNamespace(_store=store, _keys=SimpleNamespace(notes="n/"), _run="R", _notes=0)
     assert objects.ObjectDestination._noted_sums(said) == {"0.0": "ab"}

@@ -6,9 +6,21 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ckpttool.errors import AccessError
-from ckpttool.execute.destinations.store import Found, GoneError, Held, SentPart, Slice, TakenError
+from ckpttool.storage.buckets.base import (
+    FileSlice,
+    GoneError,
+    ObjectContent,
+    ObjectInfo,
+    ObjectPage,
+    SentPart,
+    SignedRead,
+    TakenError,
+    pieces,
+)
+from ckpttool.storage.http import HttpError
 
 
 class UnreachableError(AccessError):
@@ -30,11 +42,11 @@ after" (so do all that follow)."""
 
 
 class ObjectStore:
-    """See ``ckpttool.execute.destinations.store.Store``."""
+    """See ``ckpttool.storage.buckets.base.Bucket``: what destinations ask of it."""
 
     most_parts = 10_000
-    least_part = 1
     part_step = 1
+    lister = ""
 
     def __init__(self) -> None:
         self.objects_: dict[str, tuple[bytes, str]] = {}
@@ -68,8 +80,8 @@ class ObjectStore:
                 raise UnreachableError("no answer", where=key)
             return answer
 
-    def put(self, key: str, data: bytes | Slice, run: str, *, new: bool = False, replaces: str = "") -> str:
-        whole = data if isinstance(data, bytes) else data.whole()
+    def put(self, key: str, data: bytes | FileSlice, run: str, *, new: bool = False, replaces: str = "") -> str:
+        whole = b"".join(pieces(data))
 
         def do() -> str:
             there = self.objects_.get(key)
@@ -80,28 +92,41 @@ class ObjectStore:
 
         return str(self._request("put", key, do))
 
-    def get(self, key: str) -> Found | None:
-        def do() -> Found | None:
+    def get(self, key: str) -> ObjectContent | None:
+        def do() -> ObjectContent | None:
             there = self.objects_.get(key)
-            return None if there is None else Found(there[0], _tag(there[0]), self.age)
+            return None if there is None else ObjectContent(there[0], _tag(there[0]), self.age)
 
         found = self._request("get", key, do)
-        assert found is None or isinstance(found, Found)
+        assert found is None or isinstance(found, ObjectContent)
         return found
 
-    def head(self, key: str) -> Held | None:
-        def do() -> Held | None:
+    def head(self, key: str) -> ObjectInfo:
+        def do() -> ObjectInfo | None:
             there = self.objects_.get(key)
-            return None if there is None else Held(len(there[0]), there[1])
+            return None if there is None else ObjectInfo(len(there[0]), _tag(there[0]), there[1])
 
         found = self._request("head", key, do)
-        assert found is None or isinstance(found, Held)
+        if found is None:
+            raise FileNotFoundError(key)
+        assert isinstance(found, ObjectInfo)
         return found
 
-    def objects(self, prefix: str) -> Iterator[tuple[str, int]]:
-        found: list[tuple[str, int]] = []
-        self._request("list", prefix, lambda: found.extend((k, len(v[0])) for k, v in sorted(self.objects_.items())))
-        return iter([f for f in found if f[0].startswith(prefix)])
+    def pages(self, prefix: str, *, deep: bool) -> Iterator[ObjectPage]:
+        assert deep
+        found: list[tuple[str, ObjectInfo]] = []
+
+        def do() -> None:
+            found.extend((k, ObjectInfo(len(v[0]), _tag(v[0]))) for k, v in sorted(self.objects_.items()))
+
+        self._request("list", prefix, do)
+        return iter([ObjectPage([f for f in found if f[0].startswith(prefix)])])
+
+    def signed(self, key: str, tag: str, *, renew: bool) -> SignedRead:
+        raise NotImplementedError
+
+    def explain(self, e: HttpError, key: str) -> NoReturn:
+        raise NotImplementedError
 
     def delete(self, key: str) -> None:
         self._request("delete", key, lambda: self.objects_.pop(key, None))
@@ -125,8 +150,8 @@ class ObjectStore:
             raise GoneError
         return self.uploads_[upload]
 
-    def put_part(self, key: str, upload: str, number: int, data: Slice) -> str:
-        whole = data.whole()
+    def put_part(self, key: str, upload: str, number: int, data: FileSlice) -> str:
+        whole = b"".join(pieces(data))
         assert len(whole) == data.size
 
         def do() -> str:
@@ -155,9 +180,6 @@ class ObjectStore:
 
     def abort(self, key: str, upload: str) -> None:
         self._request("abort", key, lambda: self.uploads_.pop(upload, None))
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _tag(data: bytes) -> str:

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from ckpttool.storage import caches
-from ckpttool.storage.caches import ByteCache, ListingCache
+from ckpttool.storage.caches import ByteCache, TimedCache
 
 
 def test_answers_hold_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(caches, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    cache = ListingCache[str, int](5.0, most=3)
+    cache = TimedCache[str, int](5.0, most=3)
     cache.put("a", 0)
     cache.update({"b": 2}, longer=60.0)
     now[0] += 4.9

@@ -14,7 +14,8 @@ import pytest
 
 from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, IncompleteError
-from ckpttool.storage import gcs, objects
+from ckpttool.storage import objects
+from ckpttool.storage.buckets import gcs
 from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads

@@ -17,7 +17,8 @@ import pytest
 
 from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import AccessError, CkptError, CorruptError, IncompleteError, UsageError
-from ckpttool.storage import objects, s3
+from ckpttool.storage import caches, objects
+from ckpttool.storage.buckets import s3
 from ckpttool.storage.http import Client, Clock, HttpError, using
 from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.helpers.bare_reads import bare_reads
@@ -228,7 +229,7 @@ def test_a_signature_is_renewed_in_time(server: S3Server) -> None:
     signed = patch.object(s3.client(), "generate_presigned_url", wraps=s3.client().generate_presigned_url)
     with signed as signs, open_file(parse_place("s3://bucket/file")) as file:
         for seconds, calls in ((0, 1), (s3.SIGNED_SECONDS / 2 - 1, 1), (s3.SIGNED_SECONDS / 2 + 1, 2)):
-            with patch.object(s3, "time", SimpleNamespace(monotonic=lambda now=1000 + seconds: now)):
+            with patch.object(caches, "time", SimpleNamespace(monotonic=lambda now=1000 + seconds: now)):
                 assert file.pread(4, 2) == b"2345"
             assert signs.call_count == calls
     objects.close()
@@ -241,17 +242,17 @@ def test_a_signature_is_renewed_in_time(server: S3Server) -> None:
 )
 def test_urls_are_signed_for_the_region_of_the_bucket(server: S3Server, bucket: str, host: str) -> None:
     told = {"ResponseMetadata": {"HTTPHeaders": {"x-amz-bucket-region": "eu-central-1"}}}
-    asked = patch.object(s3.Bucket, "_look", return_value=told)
+    asked = patch.object(s3.S3Bucket, "_look", return_value=told)
     with asked as head, patch.object(s3, "_AMAZON", re.compile(".*")), patch.dict(os.environ):
         del os.environ["AWS_ENDPOINT_URL"]
-        found = s3.Bucket(bucket)
-        urls = [urlsplit(found.get(k, "tag", renew=False).url) for k in ("a", "b")]
+        found = s3.S3Bucket(bucket)
+        urls = [urlsplit(found.signed(k, "tag", renew=False).url) for k in ("a", "b")]
     assert {u.hostname for u in urls} == {f"{host}eu-central-1.amazonaws.com"}
     assert all("%2Feu-central-1%2Fs3%2F" in u.query for u in urls)
     assert head.call_count == 1
     s3.close()
     with patch.object(s3, "_AMAZON", re.compile(server.url)):
-        s3.Bucket("bucket").get("a", "tag", renew=False)
+        s3.S3Bucket("bucket").signed("a", "tag", renew=False)
     assert server.operations() == {"HeadBucket": 1}
     objects.close()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ckpttool.errors import CkptError, ConflictError, OutputError
 from ckpttool.execute.destinations.holder import HERE, Holder
-from ckpttool.execute.destinations.store import Found, Store, TakenError
+from ckpttool.storage.buckets.base import Bucket, ObjectContent, TakenError
 
 VERSION = 1
 BEAT = 20.0
@@ -99,8 +99,8 @@ class State:
 class Marker:
     """The marker of one DST, as this process holds it."""
 
-    def __init__(self, store: Store, key: str, where: str) -> None:
-        self._store = store
+    def __init__(self, bucket: Bucket, key: str, where: str) -> None:
+        self._bucket = bucket
         self._key = key
         self._where = where
         self._tag = ""
@@ -116,11 +116,11 @@ class Marker:
         """Whether it is ours, as far as is known."""
         return self._state is not None and self._lost is None
 
-    def find(self) -> Found | None:
+    def find(self) -> ObjectContent | None:
         """What is there."""
-        return self._store.get(self._key)
+        return self._bucket.get(self._key)
 
-    def take(self, state: State, instead_of: Found | None) -> None:
+    def take(self, state: State, instead_of: ObjectContent | None) -> None:
         """Put it where there is none, or in the place of one whose holder is gone.
 
         Raises HeldError when somebody else is writing this DST.
@@ -131,7 +131,7 @@ class Marker:
         HERE.add(self.me.token)
         try:
             tag = instead_of.tag if instead_of else ""
-            self._tag = self._store.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
+            self._tag = self._bucket.put(self._key, state.to_json(), state.run, new=not tag, replaces=tag)
         except (TakenError, FileNotFoundError):
             pass  # or the answer to a request that was done has been lost
         found = self.find()  # some stores do not know conditions
@@ -150,7 +150,7 @@ class Marker:
             return
         self._raise()
         try:
-            self._tag = self._store.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
+            self._tag = self._bucket.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
         except (TakenError, FileNotFoundError):
             self._look()
 
@@ -174,14 +174,14 @@ class Marker:
         if self._lost is not None:
             raise self._lost
 
-    def _is_mine(self, found: Found) -> bool:
+    def _is_mine(self, found: ObjectContent) -> bool:
         try:
             holder = State.read(found.data, self._where).holder
         except ConflictError:
             return False
         return holder is not None and holder.token == self.me.token
 
-    def check_gone(self, found: Found) -> None:
+    def check_gone(self, found: ObjectContent) -> None:
         """Raises HeldError when the process that put it may still be writing."""
         try:
             holder = State.read(found.data, self._where).holder
@@ -225,7 +225,7 @@ class Marker:
             if self._state is not None and self._lost is None:
                 self._state.holder = None
                 with suppress(CkptError, TakenError, FileNotFoundError):
-                    self._store.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
+                    self._bucket.put(self._key, self._state.to_json(), self._state.run, replaces=self._tag)
             self._state = None
 
     def delete(self) -> None:
@@ -234,5 +234,5 @@ class Marker:
         with self._lock:
             if self._state is not None and self._lost is None:
                 self._look()
-                self._store.delete(self._key)
+                self._bucket.delete(self._key)
             self._state = None

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.core.plan import Plan
-from ckpttool.errors import CkptError, OutputError
+from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.marker import WRITING, State
 from ckpttool.execute.destinations.outbox import Keys, Outbox, Upload
 from ckpttool.execute.destinations.spool import Spool
-from ckpttool.execute.destinations.store import Store
 from ckpttool.execute.files import Medium, write_error
 from ckpttool.execute.journal import ranges
 from ckpttool.execute.schedule import Part, Task
+from ckpttool.storage.buckets.base import Bucket
 
 BACKLOG = 1
 """Chunks for each thread that sends that may wait to be sent before those who write have to wait."""
@@ -40,11 +40,11 @@ class ObjectBranch:
     """The spool is this process's own."""
 
     def __init__(
-        self, said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task], store: Store, spool: Spool | None = None
+        self, said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task], bucket: Bucket, spool: Spool | None = None
     ) -> None:
         self._plan = plan
         self._tasks = tasks
-        self._store = store
+        self._bucket = bucket
         self._keys = Keys(said["dst"], single=said["single"])
         self._run: str = said["run"]
         self._threads: int = said["threads"]
@@ -72,13 +72,13 @@ class ObjectBranch:
         return self._spool.locks
 
     def _new_outbox(self) -> Outbox:
-        outbox = Outbox(self._store, self._keys, self._spool, self._threads, self._stop, self._check)
+        outbox = Outbox(self._bucket, self._keys, self._spool, self._threads, self._stop, self._check)
         outbox.objects.update(self._uploads)
         return outbox
 
     def _check(self) -> None:
         """Raises OutputError when the run does not hold DST any more."""
-        found = self._store.get(self._keys.marker)
+        found = self._bucket.get(self._keys.marker)
         state = State.read(found.data, self._keys.text) if found is not None else None
         if state is None or state.run != self._run or state.state != WRITING:
             what = "the run that this machine works for has ended, or another one has taken its destination over"
@@ -160,8 +160,6 @@ class ObjectBranch:
     def close(self) -> None:
         self.stop()
         self._spool.close()
-        with suppress(CkptError):
-            self._store.close()
 
 
 def _rest(task: Task, done: Collection[int], known: Collection[str]) -> Task:

@@ -41,15 +41,15 @@ from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.marker import WRITING, HeldError, Marker, State
 from ckpttool.execute.destinations.members import CommittedError
 from ckpttool.execute.destinations.object_branch import ObjectBranch
-from ckpttool.execute.destinations.objects import PART, REMEMBER, SENDERS, ObjectDestination, store_of
+from ckpttool.execute.destinations.objects import PART, REMEMBER, SENDERS, ObjectDestination, bucket_of
 from ckpttool.execute.destinations.outbox import Upload, rank
 from ckpttool.execute.destinations.owners import claims
-from ckpttool.execute.destinations.store import Found, GoneError, Store
 from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import Member, RunOptions
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.shares import Survey
+from ckpttool.storage.buckets.base import Bucket, GoneError, ObjectContent
 from ckpttool.version import __version__
 
 DONE = "done"
@@ -64,7 +64,7 @@ def destination(dst: Remote, options: RunOptions) -> ObjectMember:
     """The destination of a member. Raises as ``objects.destination``."""
     assert options.member is not None  # noqa: S101 - who asks for this one has it
     threads = options.connections or SENDERS
-    return ObjectMember(dst, store_of(dst), options.member, single=options.single, threads=threads)
+    return ObjectMember(dst, bucket_of(dst), options.member, single=options.single, threads=threads)
 
 
 def _spool_of(member: Member) -> str:
@@ -74,8 +74,8 @@ def _spool_of(member: Member) -> str:
 class ObjectMember(ObjectDestination):
     """DST for a process that does its part; ``committer`` is what it is for the one that completes it."""
 
-    def __init__(self, dst: Place, store: Store, member: Member, *, single: bool, threads: int) -> None:
-        super().__init__(dst, store, single=single, threads=threads, one_of=_spool_of(member))
+    def __init__(self, dst: Place, bucket: Bucket, member: Member, *, single: bool, threads: int) -> None:
+        super().__init__(dst, bucket, single=single, threads=threads, one_of=_spool_of(member))
         self.member = member
         self.own: list[int] = []
         """Numbers of the tasks that this part does."""
@@ -87,7 +87,7 @@ class ObjectMember(ObjectDestination):
         """The part that completes DST knows that this one was asked to verify it."""
         self._digest = ""
         self._branch: ObjectBranch | None = None
-        self._part = Marker(store, self._part_key(member.number), self._text)
+        self._part = Marker(bucket, self._part_key(member.number), self._text)
         self._mine: State | None = None
         """What the own marker says."""
 
@@ -130,8 +130,7 @@ class ObjectMember(ObjectDestination):
         try:
             self._outbox.ask(o)
         except GoneError:
-            held = self._store.head(self._keys.at(o.name))
-            o.is_done = held is not None and held.run == self._run and held.size == o.size
+            o.is_done = self._is_written(o)
             if not o.is_done:
                 self.check_running()
                 hint = "continue with --resume and without --part, or start over with --force"
@@ -149,7 +148,7 @@ class ObjectMember(ObjectDestination):
         self.own, self.finished = claim.tasks, finished.parts
         cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]
         said = {"dst": self._text, "single": self.single, "run": state.run, "cut": cut, "threads": self._threads}
-        self._branch = branch = ObjectBranch(said, plan, tasks, self._store, self._spool)
+        self._branch = branch = ObjectBranch(said, plan, tasks, self._bucket, self._spool)
         parts = {p.number for t in claim.tasks for p in tasks[t].parts}
         parts.difference_update(claim.spared)
         order = {"tasks": claim.tasks, "done": claim.spared, "parts": ranges(parts), "chunks": claim.chunks}
@@ -179,7 +178,7 @@ class ObjectMember(ObjectDestination):
             except HeldError:  # by who is about to begin them
                 self._wait()
 
-    def _read(self, found: Found, mine: State, *, force: bool) -> State | None:
+    def _read(self, found: ObjectContent, mine: State, *, force: bool) -> State | None:
         """What a marker says; None for one that is to be replaced. Raises ConflictError for one of another run."""
         try:
             state = State.read(found.data, self._text)
@@ -216,7 +215,7 @@ class ObjectMember(ObjectDestination):
                 hint = "give all parts the same command; to start over, end them all and use --force"
                 raise ConflictError(text, where=self._text, hint=hint)
 
-    def _begin_uploads(self, state: State, found: Found | None) -> None:
+    def _begin_uploads(self, state: State, found: ObjectContent | None) -> None:
         """Hold DST until there are uploads, and then no longer. Raises HeldError when another member does it."""
         self._marker.take(state, found)
         self._state = state
@@ -235,10 +234,10 @@ class ObjectMember(ObjectDestination):
     def _is_made(self) -> bool:
         """Whether DST was made by members with this plan: the object that comes last says so, and all are there."""
         last = max(self._plan.outputs, key=lambda o: (rank(o.name), o.size))
-        held = self._store.head(self._keys.at(last.name))
-        if held is None or not held.run.startswith(self._digest[:_DIGITS]):
+        written = self._head(self._keys.at(last.name))
+        if written is None or not written.run.startswith(self._digest[:_DIGITS]):
             return False
-        sizes = dict(self._store.objects(self._keys.prefix))
+        sizes = dict(self._there(self._keys.prefix))
         return all(sizes.get(self._keys.at(o.name)) == o.size for o in self._plan.outputs)
 
     def _take_part(self, state: State, *, verify: bool) -> State:
@@ -313,7 +312,7 @@ class ObjectMember(ObjectDestination):
 
     def _said_by(self, number: int) -> State | None:
         """What a member of this run has said of itself."""
-        found = self._store.get(self._part_key(number))
+        found = self._bucket.get(self._part_key(number))
         state = None if found is None else State.read(found.data, self._text)
         return state if state is not None and state.run == self._run else None
 
@@ -335,7 +334,7 @@ class ObjectMember(ObjectDestination):
         self._stop_sending()
         self._part.end()
         self._spool.close()
-        return ObjectCommit(self.given, self._store, self, self._threads)
+        return ObjectCommit(self.given, self._bucket, self, self._threads)
 
     # -- leaving
 
@@ -373,8 +372,8 @@ class ObjectMember(ObjectDestination):
 class ObjectCommit(ObjectDestination):
     """DST for the member that completes it: a run of one process that is resumed, of which all parts were sent."""
 
-    def __init__(self, dst: Place, store: Store, member: ObjectMember, threads: int) -> None:
-        super().__init__(dst, store, single=member.single, threads=threads, one_of=_spool_of(member.member))
+    def __init__(self, dst: Place, bucket: Bucket, member: ObjectMember, threads: int) -> None:
+        super().__init__(dst, bucket, single=member.single, threads=threads, one_of=_spool_of(member.member))
         self._ours = member
         self.is_to_verify = False
         """A member was asked to verify DST."""

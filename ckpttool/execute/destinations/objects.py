@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,17 +39,15 @@ from ckpttool.execute.destinations.outbox import LAST, LATE, MARK, Keys, Outbox,
 from ckpttool.execute.destinations.overlay import Overlay
 from ckpttool.execute.destinations.owners import claims
 from ckpttool.execute.destinations.spool import Spool
-from ckpttool.execute.destinations.store import GoneError, Slice, Store
 from ckpttool.execute.files import Medium, Stopped, write_error
 from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
 from ckpttool.execute.shares import Survey
+from ckpttool.storage.buckets import open_bucket
+from ckpttool.storage.buckets.base import Bucket, FileSlice, GoneError, ObjectInfo, SliceStoppedError
 from ckpttool.storage.objects import forget
-
-STORES = {"s3": "s3", "gs": "gcs", "az": "azure"}
-"""Scheme -> module beside this one with ``store(bucket)``, imported when there is something to write there."""
 
 CHUNK = 16 << 20
 """Bytes of a part of an upload; more for objects that would have too many."""
@@ -73,39 +70,33 @@ _T = TypeVar("_T")
 
 def destination(dst: Remote, options: RunOptions) -> ObjectDestination:
     """The destination that a place is. Raises UsageError, AccessError when its store cannot be reached."""
-    return ObjectDestination(dst, store_of(dst), single=options.single, threads=options.connections or SENDERS)
+    return ObjectDestination(dst, bucket_of(dst), single=options.single, threads=options.connections or SENDERS)
 
 
-def store_of(dst: Remote) -> Store:
+def bucket_of(dst: Remote) -> Bucket:
     """The bucket of a place. Raises UsageError, AccessError when it cannot be reached."""
     scheme, _, rest = str(dst).partition("://")
     if not {"", ".", ".."}.isdisjoint(rest.split("/")):  # stores take them as they are; few tools can read that again
         raise UsageError(
             "a store has no `.`, `..` or empty folders", where=str(dst), hint="write the path without them"
         )
-    return open_store(scheme, rest.partition("/")[0])
+    return open_bucket(scheme, rest.partition("/")[0], writes=True)
 
 
 def branch(said: Mapping[str, Any], plan: Plan, tasks: Sequence[Task]) -> ObjectBranch:
     """The side of a run on another machine that is on this one. Raises AccessError when its store cannot be reached."""
     bucket = str(said["dst"]).partition("://")[2].partition("/")[0]
-    return ObjectBranch(said, plan, tasks, open_store(said["scheme"], bucket))
+    return ObjectBranch(said, plan, tasks, open_bucket(said["scheme"], bucket, writes=True))
 
 
-def open_store(scheme: str, bucket: str) -> Store:
-    """The bucket of this name."""
-    store: Store = import_module(f"ckpttool.execute.destinations.{STORES[scheme]}").store(bucket)
-    return store
-
-
-def chunk_size(output: Output, chunk: int, store: Store) -> int:
+def chunk_size(output: Output, chunk: int, bucket: Bucket) -> int:
     """Bytes of each part but the last of an output's upload; 0 for one that is put whole, at the end."""
     size = output.size
     if size < WHOLE or rank(output.name) >= LATE:
         return 0
-    if size <= chunk * store.most_parts:
+    if size <= chunk * bucket.most_parts:
         return chunk
-    return -(-size // store.most_parts // store.part_step) * store.part_step
+    return -(-size // bucket.most_parts // bucket.part_step) * bucket.part_step
 
 
 class ObjectDestination:
@@ -116,16 +107,16 @@ class ObjectDestination:
     shared = True
     resumes = True
 
-    def __init__(self, dst: Place, store: Store, *, single: bool, threads: int, one_of: str = "") -> None:
+    def __init__(self, dst: Place, bucket: Bucket, *, single: bool, threads: int, one_of: str = "") -> None:
         """``one_of`` tells the spools of several processes of this machine apart."""
         self.given: Place = dst
         self.single = single
         self._threads = threads
         self._text = str(dst)
         self._keys = Keys(self._text, single=single)
-        self._store = store
+        self._bucket = bucket
         self._spool = Spool(self._text, one_of)
-        self._marker = Marker(self._store, self._keys.marker, self._text)
+        self._marker = Marker(self._bucket, self._keys.marker, self._text)
         self._state: State | None = None
         self._names: list[str] = []
         """Of all objects that DST will have."""
@@ -134,7 +125,7 @@ class ObjectDestination:
         self._stop = threading.Event()
         self._asked = threading.Event()
         self._force = False
-        self._outbox = Outbox(store, self._keys, self._spool, threads, self._stop, self._marker.check)
+        self._outbox = Outbox(bucket, self._keys, self._spool, threads, self._stop, self._marker.check)
         self._objects = self._outbox.objects
         self._recording = threading.Lock()
         self._sums: dict[str, str] = {}
@@ -202,14 +193,30 @@ class ObjectDestination:
     def _strange(self) -> Iterator[str]:
         """Keys of objects at DST that are not this run's."""
         folder = f"{self._keys.key}/"
-        if not self.single and self._keys.key and self._store.head(self._keys.key) is not None:
+        if not self.single and self._keys.key and self._head(self._keys.key) is not None:
             yield self._keys.key
-        for key, size in self._store.objects(self._keys.prefix):
+        for key, size in self._there(self._keys.prefix):
             if self.single and key != self._keys.key and not key.startswith(folder):
                 continue  # another name that begins so
             mine = key in self._own or key == self._keys.marker or key.startswith(self._keys.notes)
             if not mine and not (key == folder and not size):  # consoles make folders so
                 yield key
+
+    def _there(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys and sizes of all objects whose keys begin so."""
+        for page in self._bucket.pages(prefix, deep=True):
+            yield from [(key, info.size) for key, info in page.files]
+
+    def _head(self, key: str) -> ObjectInfo | None:
+        try:
+            return self._bucket.head(key)
+        except FileNotFoundError:
+            return None
+
+    def _is_written(self, o: Upload) -> bool:
+        """Whether this run has made the object."""
+        found = self._head(self._keys.at(o.name))
+        return found is not None and (found.run, found.size) == (self._run, o.size)
 
     def check_space(self, plan: Plan) -> None:
         """What is certain to lie in the spool at a time: objects that are put whole, and a chunk for each thread."""
@@ -292,15 +299,15 @@ class ObjectDestination:
 
     def _check_members(self, state: State) -> None:
         """Raises HeldError while one of several members still writes."""
-        for key, _ in list(self._store.objects(self._keys.notes)) if state.members else ():
+        for key, _ in list(self._there(self._keys.notes)) if state.members else ():
             if key.removeprefix(self._keys.notes).startswith(PART):
-                found = self._store.get(key)
+                found = self._bucket.get(key)
                 if found is not None:
                     self._marker.check_gone(found)
 
     def _cut(self, plan: Plan, chunk: int) -> None:
         for i, o in enumerate(plan.outputs):
-            size = chunk_size(o, chunk, self._store)
+            size = chunk_size(o, chunk, self._bucket)
             if size:
                 self._objects[i] = Upload(o.name, o.size, size)
 
@@ -309,8 +316,8 @@ class ObjectDestination:
         sent: an upload that it does not name is never continued."""
         ours = {self._keys.at(o.name) for o in self._objects.values()} | {self._keys.at(n) for n in state.uploads}
         self._abort(ours)
-        for key, _ in list(self._store.objects(self._keys.notes)):
-            self._store.delete(key)
+        for key, _ in list(self._there(self._keys.notes)):
+            self._bucket.delete(key)
         self._create(self._objects.values())
         state.uploads = {o.name: o.upload for o in self._objects.values()}
         state.state = WRITING
@@ -320,25 +327,25 @@ class ObjectDestination:
         """Abort all uploads of objects with these keys."""
         wanted = set(keys)
         if wanted:
-            found = [u for u in self._store.uploads(self._keys.prefix) if u[0] in wanted]
-            self._each(lambda u: self._store.abort(*u), found)
+            found = [u for u in self._bucket.uploads(self._keys.prefix) if u[0] in wanted]
+            self._each(lambda u: self._bucket.abort(*u), found)
 
     def _create(self, objects: Iterable[Upload]) -> None:
         def create(o: Upload) -> None:
-            o.upload = self._store.create(self._keys.at(o.name), self._run)
+            o.upload = self._bucket.create(self._keys.at(o.name), self._run)
 
         self._each(create, objects)
 
     def _continue(self, state: State) -> dict[str, str]:
         """Ask what the interrupted run has sent. Returns the hashes that it has left."""
         keys = {self._keys.at(n) for n in [*self._names, MANIFEST]}  # that one may have been wanted, and be no more
-        there = [key for key, _ in self._store.objects(self._keys.prefix) if key in keys]
+        there = [key for key, _ in self._there(self._keys.prefix) if key in keys]
         sizes: dict[str, int] = {}
 
         def look(key: str) -> None:
-            held = self._store.head(key)
-            if held is not None and held.run == self._run:
-                sizes[key] = held.size
+            written = self._head(key)
+            if written is not None and written.run == self._run:
+                sizes[key] = written.size
 
         self._each(look, there)
         self._own |= sizes.keys()
@@ -363,8 +370,8 @@ class ObjectDestination:
 
     def _noted_sums(self) -> dict[str, str]:
         sums: dict[str, str] = {}
-        for key, _ in list(self._store.objects(self._keys.notes)):
-            found = self._store.get(key)
+        for key, _ in list(self._there(self._keys.notes)):
+            found = self._bucket.get(key)
             name = key.removeprefix(self._keys.notes)
             if found is not None and name.startswith(self._run):
                 with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -462,7 +469,7 @@ class ObjectDestination:
             sums, self._sums = self._sums, {}
             self._noted = time.monotonic()
             self._notes += 1
-        self._store.put(self._note_key(), json.dumps({"sums": sums}).encode(), self._run)
+        self._bucket.put(self._note_key(), json.dumps({"sums": sums}).encode(), self._run)
 
     def _note_key(self) -> str:
         return f"{self._keys.notes}{self._run}-{self._notes:06}.json"
@@ -495,7 +502,7 @@ class ObjectDestination:
         """Raises OutputError when the store does not have all of an object, as it was sent."""
         where = self._keys.where(o.name)
         try:
-            there = self._store.parts(self._keys.at(o.name), o.upload)
+            there = self._bucket.parts(self._keys.at(o.name), o.upload)
         except GoneError:
             raise OutputError("an upload is gone, with all that was sent", where=where) from None
         for chunk in o.chunks:
@@ -522,7 +529,7 @@ class ObjectDestination:
         for key in keys:
             by_rank.setdefault(rank(key.removeprefix(self._keys.prefix)), []).append(key)
         for _, some in sorted(by_rank.items(), reverse=True):
-            self._each(self._store.delete, some)
+            self._each(self._bucket.delete, some)
 
     def _complete(self) -> None:
         """Complete the uploads."""
@@ -531,10 +538,9 @@ class ObjectDestination:
             key = self._keys.at(o.name)
             self._own.add(key)
             try:
-                self._store.complete(key, o.upload, {c + 1: tag for c, tag in o.sent.items()}, self._run)
+                self._bucket.complete(key, o.upload, {c + 1: tag for c, tag in o.sent.items()}, self._run)
             except GoneError:  # it was done, and the answer has been lost
-                held = self._store.head(key)
-                if held is None or held.size != o.size or held.run != self._run:
+                if not self._is_written(o):
                     what = "an upload was gone before it was completed"
                     raise OutputError(what, where=f"{self._keys.bucket}/{key}") from None
             o.is_done = True
@@ -568,12 +574,15 @@ class ObjectDestination:
         key, path = self._keys.at(name), self._spool.path / name
         self._own.add(key)
         size = path.stat().st_size
-        with Slice(path, 0, size, self._stop) as data:
-            self._store.put(key, data if size else b"", self._run)
+        try:
+            with FileSlice(path, 0, size, self._stop) as data:
+                self._bucket.put(key, data if size else b"", self._run)
+        except SliceStoppedError:
+            raise Stopped from None
 
     def _check_there(self) -> None:
         """Raises OutputError when an object of those that come first is not there, or has another size."""
-        there = dict(self._store.objects(self._keys.prefix))
+        there = dict(self._there(self._keys.prefix))
         for o in self._objects.values():
             if there.get(self._keys.at(o.name)) != o.size:
                 what = "an object that was written is not there, or has another size"
@@ -598,8 +607,8 @@ class ObjectDestination:
         """Abort uploads that are left, and delete the hashes."""
         uploads = self._state.uploads if self._state else {}
         self._abort({self._keys.at(o.name) for o in self._objects.values()} | {self._keys.at(n) for n in uploads})
-        for key, _ in list(self._store.objects(self._keys.notes)):
-            self._store.delete(key)
+        for key, _ in list(self._there(self._keys.notes)):
+            self._bucket.delete(key)
 
     def close(self) -> None:
         self._stop.set()
@@ -626,7 +635,6 @@ class ObjectDestination:
         self._marker.end()
         self._outbox.sender.end()
         self._spool.close()
-        self._store.close()
         forget()
 
     def _each(self, do: Callable[[_T], object], items: Iterable[_T]) -> None:

@@ -14,7 +14,8 @@ from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.local import MANIFEST
 from ckpttool.execute.destinations.sender import Sender
 from ckpttool.execute.destinations.spool import Spool
-from ckpttool.execute.destinations.store import GoneError, Slice, Store
+from ckpttool.execute.files import Stopped
+from ckpttool.storage.buckets.base import Bucket, FileSlice, GoneError, SliceStoppedError
 
 MARK = ".ckpttool-partial"
 _ENTRIES = {
@@ -116,7 +117,7 @@ class Outbox:
 
     def __init__(
         self,
-        store: Store,
+        bucket: Bucket,
         keys: Keys,
         spool: Spool,
         threads: int,
@@ -127,7 +128,7 @@ class Outbox:
         self.objects: dict[int, Upload] = {}
         """By the number of the output."""
         self.spool = spool
-        self.store = store
+        self.bucket = bucket
         self.keys = keys
         self._stop = stop
         self._gone = gone
@@ -146,7 +147,7 @@ class Outbox:
 
     def ask(self, o: Upload) -> None:
         """What has been sent of an upload. Raises GoneError."""
-        parts = self.store.parts(self.keys.at(o.name), o.upload) if o.upload else {}
+        parts = self.bucket.parts(self.keys.at(o.name), o.upload) if o.upload else {}
         o.sent = {n - 1: p.tag for n, p in parts.items() if o.has(n - 1, p.size)}
 
     def put(self, output: int, chunk: int) -> None:
@@ -162,8 +163,10 @@ class Outbox:
         start, size = o.span(chunk)
         path = self.spool.path / o.name
         try:
-            with Slice(path, start, size, self._stop) as data:
-                tag = self.store.put_part(self.keys.at(o.name), o.upload, chunk + 1, data)
+            with FileSlice(path, start, size, self._stop) as data:
+                tag = self.bucket.put_part(self.keys.at(o.name), o.upload, chunk + 1, data)
+        except SliceStoppedError:
+            raise Stopped from None
         except GoneError:
             self._gone()
             raise OutputError(

@@ -20,7 +20,8 @@ from ckpttool.errors import AccessError, CorruptError, IncompleteError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.destinations import objects as written
 from ckpttool.execute.destinations.local import MANIFEST
-from ckpttool.storage import objects, s3
+from ckpttool.storage import objects
+from ckpttool.storage.buckets import s3
 from ckpttool.storage.http import Client, client, using
 from ckpttool.storage.place import open_file, parse_place, read_all, scan, walk
 from tests.execute.plans import expected, reshard
