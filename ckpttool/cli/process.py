@@ -42,7 +42,10 @@ def _open_unwritable() -> None:
     """Open what fails when it is written, also as /dev/stdout: a queue of the kernel's events."""
     import select
 
-    _open_for_good.append(select.epoll() if hasattr(select, "epoll") else select.kqueue())
+    if sys.platform == "darwin":
+        _open_for_good.append(select.kqueue())
+    else:
+        _open_for_good.append(select.epoll())
 
 
 def _stream(number: int, mode: Literal["r", "w"]) -> TextIO:

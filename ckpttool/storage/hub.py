@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import UsageError
-from ckpttool.storage.hub_access import endpoint, origin
-from ckpttool.storage.hub_cache import Listed
-from ckpttool.storage.hub_files import ONES_OWN, Ranges, Revision, Whole, forget
+from ckpttool.storage.hub_access import OWN_REF, endpoint, origin
+from ckpttool.storage.hub_cache import HubFileInfo
+from ckpttool.storage.hub_files import HubRevision, forget
 from ckpttool.storage.hub_files import revision as find_revision
 from ckpttool.storage.network import is_signed
 from ckpttool.storage.stream import OnDisk, stream
@@ -37,7 +37,7 @@ class HubPlace:
 
     __slots__ = ("_revision", "path")
 
-    def __init__(self, revision: Revision, path: str = "") -> None:
+    def __init__(self, revision: HubRevision, path: str = "") -> None:
         self._revision = revision
         self.path = path
         """With slashes; "" is the repository."""
@@ -45,7 +45,7 @@ class HubPlace:
     @property
     def repo(self) -> str:
         """ORG/NAME."""
-        return self._revision.model.repo
+        return self._revision.repo.repo
 
     @property
     def revision(self) -> str:
@@ -113,8 +113,7 @@ class HubPlace:
         info = DataFile(self, file.size, file.blob)
         if path := self._revision.commit.cached(self.path, file):
             return OnDisk(info, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        stored = self._revision.commit.stored(self.path)
-        return Whole(info, stored.whole()) if stored.is_small else Ranges(info, stored)
+        return self._revision.commit.stored(self.path).open(info)
 
     def on_disk(self) -> tuple[Path, int] | None:
         path = self._revision.commit.cached(self.path, self._listed())
@@ -127,7 +126,7 @@ class HubPlace:
     def lost(self) -> str:
         return self._revision.commit.lost(self.path)
 
-    def _listed(self) -> Listed:
+    def _listed(self) -> HubFileInfo:
         found = self._revision.commit.files.get(self.path)
         return found or self._missing()
 
@@ -181,7 +180,7 @@ def parse(text: str) -> HubPlace:
             where=text,
             hint="letters, digits, `-`, `_` and `.` are possible; hf://ORG/NAME[@REVISION][/FOLDER]",
         )
-    if m := ONES_OWN.match(f"{revision}/{path}"):
+    if m := OWN_REF.match(f"{revision}/{path}"):
         revision, path = m[0], f"{revision}/{path}"[m.end() + 1 :]
     revision = unquote(revision)
     if at and (not _REVISION.fullmatch(revision) or not {"", ".", ".."}.isdisjoint(revision.split("/"))):
@@ -210,7 +209,7 @@ def from_page(url: str) -> HubPlace | None:
     below = [unquote(n) for n in names[4:]]
     if revision == "refs" and len(below) > 1:
         revision, below = "/".join(["refs", *below[:2]]), below[2:]
-    shown = revision and (revision if ONES_OWN.fullmatch(revision) else quote(revision, safe=""))
+    shown = revision and (revision if OWN_REF.fullmatch(revision) else quote(revision, safe=""))
     return parse(f"{SCHEME}://{names[0]}/{names[1]}" + "/".join([f"@{shown}" if shown else "", *below]))
 
 

@@ -1,19 +1,31 @@
-"""Who asks the Hugging Face Hub, where it is, and what it means when it refuses."""
+"""Requests to the Hugging Face Hub: where it is, who asks, and what its refusals mean.
+
+Reading does not go through ``HfApi``. Its requests send the token to the host of any "next page" (0.34 to 2.4), follow
+redirects to addresses of an inner network, wait for a silent server without end, hold an answer of any size in memory,
+and are not stopped with the run; ``storage.http`` promises none of that happens. Its import takes 0.1 s more.
+Writing does (``destinations.hub``): it is huggingface_hub that knows how files are uploaded and committed.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from email.message import Message
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ckpttool.core.words import some
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage.access import anonymous, check_secret, offline
-from ckpttool.storage.http import Answer, HttpError, client, shown
+from ckpttool.storage.http import Answer, HttpError, RefusedRedirectError, client, shown
 
 _LOGIN = "`hf auth login`, or HF_TOKEN"
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer: the files of a repository take about 250 each."""
+OWN_REF = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|\Z)")
+"""Revisions with slashes that need not be escaped."""
 
 
 def endpoint() -> str:
@@ -27,13 +39,11 @@ def cache_home() -> str:
 
 
 def token() -> str | None:
-    """What the Hub knows the user by; None where nobody is logged in, or credentials are not to be sent.
+    """The user's token; None where nobody is logged in, or no credentials may be sent.
 
     Raises AccessError where the way to it is broken.
     """
-    if anonymous():
-        return None
-    if _constants().HF_HUB_DISABLE_IMPLICIT_TOKEN:
+    if anonymous() or _constants().HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
     from huggingface_hub import get_token
 
@@ -87,82 +97,100 @@ def headers(url: str, hub: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {known}"} if known else {}
 
 
-class Asked(NamedTuple):
-    """What an answer is about."""
+class HubRepo(NamedTuple):
+    """A model repository, the Hub that it is on and the cache of that Hub."""
 
-    hub: str
     repo: str
-    revision: str
-    where: str
-    """As it is shown."""
+    """ORG/NAME."""
+    hub: str
+    home: str
+    """The directory of the cache."""
 
+    def text(self, revision: str) -> str:
+        """The text of a place: ``hf://ORG/NAME@REVISION``."""
+        shown_as = revision if OWN_REF.fullmatch(revision) else quote(revision, safe="+=,@")
+        return f"hf://{self.repo}" + (f"@{shown_as}" if revision else "")
 
-def refused(answer: Answer, asked: Asked) -> CkptError:
-    """What an answer means that is not a success."""
-    status, code = answer.status, answer.headers.get("X-Error-Code", "")
-    said, page = answer.headers.get("X-Error-Message", ""), f"{asked.hub}/{asked.repo}"
-    known = token() is not None
-    if code == "RevisionNotFound":
-        what = f"{asked.repo} has no revision {asked.revision or 'main'!r}"
-        return UsageError(what, where=asked.where, hint=_revisions(asked, page))
-    if code == "GatedRepo":
-        return _gated(asked, page, known=known)
-    if "Invalid credentials" in said:
-        return AccessError("the Hub does not know the token", where=asked.where, hint=f"log in again: {_LOGIN}")
-    if "disabled" in said:
-        return AccessError(f"{asked.repo} was disabled on the Hub", where=[asked.where, page])
-    if code == "EntryNotFound":
-        what = "the Hub has listed a file that it does not have"
-        return CorruptError(what, where=[asked.where, shown(answer.url)])
-    if code == "RepoNotFound" or status in (401, 404):
-        private = "it is private, and your token may not read it" if known else "it is private, and nobody is logged in"
-        way = "a fine-grained token must be allowed to read it" if known else f"for a private model log in: {_LOGIN}"
-        what = f"the Hub has no model {asked.repo}, or {private}"
-        return AccessError(what, where=asked.where, hint=f"check the name at {page}; {way}")
-    if status == 403:
-        what = f"the Hub refuses the token{': ' + said if said else ''}"
-        return AccessError(what, where=asked.where, hint="a fine-grained token must be allowed to read the model")
-    if status == 429:
-        hint = "wait, then run it again" + ("" if known else f"; who is logged in may ask more often: {_LOGIN}")
-        what = f"the Hub allows no more requests for now{_rate(answer.headers)}"
-        return AccessError(what, where=asked.where, hint=hint)
-    if status >= 500:
-        return AccessError(f"the Hub answers {status}", where=asked.where, hint="wait, then run it again")
-    return stranger(answer, asked)
+    def download(self, revision: str, which: Sequence[str] = ()) -> str:
+        """The command that brings files into the cache, as a hint has it."""
+        words = [self.repo, *which, *(["--revision", revision] if revision else [])]
+        return f"`hf download {shlex.join(words)}` fetches it"
 
+    def ask(self, method: str, url: str, revision: str, *, follow: bool = True, limit: int = MAX_ANSWER) -> Answer:
+        """A request with the token. Raises AccessError, CorruptError, UsageError unless the answer is a success."""
+        where = [self.text(revision), shown(url)]
+        try:
+            answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
+        except RefusedRedirectError as e:
+            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where, hint=e.hint) from None
+        except HttpError as e:
+            raise AccessError(
+                f"the Hub did not answer: {e.strerror}",
+                where=where,
+                hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
+            ) from None
+        if answer.status >= 400 or answer.status < 200:
+            raise self.refused(answer, revision)
+        return answer
 
-def stranger(answer: Answer, asked: Asked) -> CkptError:
-    """The error for an answer that the Hub does not give."""
-    return AccessError(
-        f"this does not answer as the Hugging Face Hub does (status {answer.status})",
-        where=[asked.where, shown(answer.url)],
-        hint="check HF_ENDPOINT, and whether a proxy or a login page answers in the Hub's place",
-    )
+    def refused(self, answer: Answer, revision: str) -> CkptError:
+        """The error for an answer that is not a success."""
+        status, code = answer.status, answer.headers.get("X-Error-Code", "")
+        said, where = answer.headers.get("X-Error-Message", ""), self.text(revision)
+        page, known = f"{self.hub}/{self.repo}", token() is not None
+        if code == "RevisionNotFound":
+            what = f"{self.repo} has no revision {revision or 'main'!r}"
+            return UsageError(what, where=where, hint=self._revisions(page))
+        if code == "GatedRepo":  # 401 for who is not logged in, 403 for who has no access
+            who = "your account has not been given access" if known else "nobody is logged in"
+            hint = "ask for it there; a fine-grained token must be allowed to read gated repositories"
+            hint = hint if known else f"accept the conditions there, then log in: {_LOGIN}"
+            return AccessError(f"{self.repo} is gated, and {who}", where=[where, page], hint=hint)
+        if "disabled" in said:
+            return AccessError(f"{self.repo} was disabled on the Hub", where=[where, page])
+        if code == "EntryNotFound":
+            return CorruptError("the Hub lists a file that it does not have", where=[where, shown(answer.url)])
+        if "Invalid credentials" in said:
+            what, hint = "the Hub does not know the token", f"log in again: {_LOGIN}"
+        elif code == "RepoNotFound" or status in (401, 404):
+            who = "your token may not read it" if known else "nobody is logged in"
+            what = f"the Hub has no model {self.repo}, or it is private, and {who}"
+            way = (
+                "a fine-grained token must be allowed to read it" if known else f"for a private model log in: {_LOGIN}"
+            )
+            hint = f"check the name at {page}; {way}"
+        elif status == 403:
+            what = f"the Hub refuses the token{': ' + said if said else ''}"
+            hint = "a fine-grained token must be allowed to read the model"
+        elif status == 429:
+            what = f"the Hub allows no more requests for now{_rate(answer.headers)}"
+            hint = "wait, then run it again" + ("" if known else f"; who is logged in may ask more often: {_LOGIN}")
+        elif status >= 500:
+            what, hint = f"the Hub answers {status}", "wait, then run it again"
+        else:
+            return self.not_the_hub(answer, revision)
+        return AccessError(what, where=where, hint=hint)
 
+    def not_the_hub(self, answer: Answer, revision: str) -> CkptError:
+        """The error for an answer that the Hub does not give."""
+        return AccessError(
+            f"this does not answer as the Hugging Face Hub does (status {answer.status})",
+            where=[self.text(revision), shown(answer.url)],
+            hint="check HF_ENDPOINT, and whether a proxy or a login page answers in the Hub's place",
+        )
 
-def _gated(asked: Asked, page: str, *, known: bool) -> CkptError:
-    """401 for who is not logged in, 403 for who has no access: the Hub gives both the same code."""
-    if known:
-        who = "your account has not been given access"
-        hint = "ask for it there; a fine-grained token must be allowed to read gated repositories"
-    else:
-        who, hint = "nobody is logged in", f"accept the conditions there, then log in: {_LOGIN}"
-    return AccessError(f"{asked.repo} is gated, and {who}", where=[asked.where, page], hint=hint)
-
-
-def _revisions(asked: Asked, page: str) -> str:
-    """What there is, for who asked for something else."""
-    url = f"{asked.hub}/api/models/{asked.repo}/refs"
-    try:
-        answer = client().request("GET", url, headers=headers(url, asked.hub))
-        refs = answer.json() if answer.status == 200 else {}
-        names = [str(r["name"]) for kind in ("branches", "tags") for r in refs.get(kind, ())]
-    except (HttpError, AttributeError, KeyError, TypeError):
-        names = []
-    if not names:
-        return f"its branches and tags are listed at {page}"
-    slash = "; a slash in a name is written %2F" if any("/" in n for n in names) else ""
-    return f"it has {some(names)}{slash}"
+    def _revisions(self, page: str) -> str:
+        """A hint that names the branches and tags."""
+        url = f"{self.hub}/api/models/{self.repo}/refs"
+        try:
+            refs = client().request("GET", url, headers=headers(url, self.hub)).json()
+            names = [str(r["name"]) for kind in ("branches", "tags") for r in refs.get(kind, ())]
+        except (HttpError, AttributeError, KeyError, TypeError):
+            names = []
+        if not names:
+            return f"its branches and tags are listed at {page}"
+        slash = "; a slash in a name is written %2F" if any("/" in n for n in names) else ""
+        return f"it has {some(names)}{slash}"
 
 
 def _rate(headers: Message) -> str:

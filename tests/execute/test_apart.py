@@ -45,17 +45,17 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ray"
 
 
-def start() -> None:
-    fleet = fleet_for("ray")
+def start(where: str) -> None:
+    fleet = fleet_for(where)
     try:
         fleet.start(Job())
     finally:
         fleet.end(now=True)
 
 
-def error() -> CkptError:
+def error(where: str = "ray") -> CkptError:
     with pytest.raises(CkptError) as caught:
-        start()
+        start(where)
     return caught.value
 
 
@@ -85,12 +85,9 @@ def test_what_it_needs_is_not_installed(ray: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "a..b:6379"])
 def test_an_address_where_no_cluster_is(address: str) -> None:
     """Also one that is not the name of a host, which is a ValueError."""
-    fleet = fleet_for(f"ray={address}")
-    with pytest.raises(UsageError, match="no Ray cluster answers at "):
-        try:
-            fleet.start(Job())
-        finally:
-            fleet.end(now=True)
+    found = error(f"ray={address}")
+    assert isinstance(found, UsageError)
+    assert "no Ray cluster answers at " in found.what
 
 
 def test_it_does_not_answer_when_it_is_let_go(ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:

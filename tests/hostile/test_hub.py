@@ -33,10 +33,8 @@ class LyingHub:
     def __init__(self, directory: Path) -> None:
         save_hf(directory, LLAMA.tensors(), LLAMA.config)
         self.files = {p.name: p.read_bytes() for p in directory.iterdir()}
-        self.info: Any = {"id": "org/model", "sha": COMMIT, "siblings": []}
+        self.info: Any = {"id": "org/model", "sha": COMMIT}
         self.tree: Any = [self._entry(n) for n in self.files]
-        self.link = ""
-        """A header ``Link`` of the tree."""
         self.large: dict[str, str] = {}
         """Headers of what HEAD says of the weights, in place of the right ones; None leaves one out."""
         self.raw: dict[str, Iterable[bytes]] = {}
@@ -44,21 +42,21 @@ class LyingHub:
 
     def _entry(self, name: str) -> dict[str, Any]:
         data = self.files[name]
-        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": _git(data)}
+        entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _git(data)}
         if name == WEIGHTS:
             sha = hashlib.sha256(data).hexdigest()
             pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(data)}\n".encode()
-            entry |= {"oid": _git(pointer), "lfs": {"oid": sha, "size": len(data), "pointerSize": len(pointer)}}
+            entry |= {"blobId": _git(pointer), "lfs": {"sha256": sha, "size": len(data), "pointerSize": len(pointer)}}
         return entry
 
     def say(self, asked: Asked) -> Iterable[bytes]:
         path = unquote(asked.path.partition("?")[0])
         if path in self.raw:
             return self.raw[path]
-        if path.startswith("/api/models/org/model/tree/"):
-            return self._json(self.tree, *[f"Link: {self.link}"] * bool(self.link))
         if path.startswith("/api/models/org/model"):
-            return self._json(self.info)
+            if isinstance(self.tree, bytes) or not isinstance(self.info, dict):
+                return self._json(self.tree if isinstance(self.tree, bytes) else self.info)
+            return self._json({"siblings": self.tree, **self.info})
         if path.startswith("/cdn/"):
             return self._bytes(asked, self.files[WEIGHTS], '"of the CDN"')
         name = path.rpartition("/")[2]
@@ -115,7 +113,7 @@ def entry(**changes: Any) -> Callable[[LyingHub], None]:
 
     def lie(hub: LyingHub) -> None:
         for e in hub.tree:
-            if e["path"] == WEIGHTS:
+            if e["rfilename"] == WEIGHTS:
                 e.update({k: v for k, v in changes.items() if not k.startswith("lfs_")})
                 if isinstance(e.get("lfs"), dict):
                     e["lfs"].update({k[4:]: v for k, v in changes.items() if k.startswith("lfs_")})
@@ -123,11 +121,11 @@ def entry(**changes: Any) -> Callable[[LyingHub], None]:
     return lie
 
 
-def extra(path: Any, kind: Any = "file") -> Callable[[LyingHub], None]:
+def extra(path: Any) -> Callable[[LyingHub], None]:
     """One entry more."""
 
     def lie(hub: LyingHub) -> None:
-        hub.tree.append({"type": kind, "path": path, "size": 9, "oid": _git(b"surprise!")})
+        hub.tree.append({"rfilename": path, "size": 9, "blobId": _git(b"surprise!")})
         if isinstance(path, str):
             hub.files.setdefault(path.rpartition("/")[2], b"surprise!")
 
@@ -162,8 +160,6 @@ ODD: dict[str, Lie] = {
         ".cache/huggingface/x", "~/evil.json", "$HOME", "-rf", "a?b", "a#b", "a%2f..%2fevil.json", "tokenizer.json",
         "deep/" * 300 + "x.json", None, 7, [], {}, True,
     ),
-    **each("a kind", lambda k: extra("x.json", k), "directory", "link", None, 7, []),
-    "the next page is nothing": put("link", '<>; rel="next"'),
 }  # fmt: skip
 """What a repository may have, or what does no harm."""
 LIES: dict[str, Lie] = {
@@ -176,22 +172,18 @@ LIES: dict[str, Lie] = {
         "a size", lambda s: entry(size=s, lfs_size=s),
         -1, 0, 1, 1.5, 2**31, 2**63, 2**64, 10**18, 10**30, "12", None, True, [], {}, float("nan"), float("inf"),
     ),
-    **each("an id", lambda o: entry(oid=o, lfs_oid=o), None, 7, "", "../../x", "x" * 10**5, [], "\x1b[2J"),
-    **each("a large file", lambda v: entry(lfs=v), None, 7, [], {}, "x", {"oid": {}, "size": []}),
+    **each("an id", lambda o: entry(blobId=o, lfs_sha256=o), None, 7, "", "../../x", "x" * 10**5, [], "\x1b[2J"),
+    **each("a large file", lambda v: entry(lfs=v), None, 7, [], {}, "x", {"sha256": {}, "size": []}),
     **each(
         "a tree", lambda v: put("tree", v),
-        {}, None, 7, "x", [7], [None], [[]], [{}], [{"type": "file"}], {"error": "x"}, b"", b"<html>", b"\xff",
-        b"[" * 10**5, b"[" + b"1" * 10**5, b'[{"path": "\\ud800", "type": "file", "size": 1, "oid": "x"}]',
+        {}, None, 7, "x", [7], [None], [[]], [{}], [{"rfilename": "x"}], {"error": "x"}, b"", b"<html>", b"\xff",
+        b"[" * 10**5, b"[" + b"1" * 10**5, [{"rfilename": "\ud800", "size": 1, "blobId": "x"}],
     ),
     **each(
         "a commit", lambda v: put("info", {"sha": v}),
         None, 7, "", "main", "../../../x", "x" * 40, "x" * 10**6, COMMIT + "/..", COMMIT.upper(), "\x1b[2J", [], {},
     ),
     **each("a model", lambda v: put("info", v), None, 7, [], "x", {}, b"", b"<html>", b"{" * 10**5),
-    "pages for ever": put("link", '</api/models/org/model/tree/x?cursor=1>; rel="next"'),
-    "the next page elsewhere": put("link", '<http://169.254.169.254/x>; rel="next"'),
-    "the next page in a file": put("link", '<file:///etc/passwd>; rel="next"'),
-    "the next page is broken": put("link", '<http://[::1>; rel="next"; <<<'),
     "weights on metadata": large(Location="http://169.254.169.254/x"),
     "weights in a file": large(Location="file:///etc/passwd"),
     "weights by password": large(Location="http://user:geheim@127.0.0.1/x"),
@@ -216,7 +208,7 @@ LIES: dict[str, Lie] = {
 def _ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges are read of small weights, too, and nothing is known from another test."""
     monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
-    monkeypatch.setattr(hub_files, "_kept", hub_files._Kept())
+    monkeypatch.setattr(hub_files, "_small", {})
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,7 +21,7 @@ from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
 from ckpttool.storage import hub_files
 from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.hub import HubPlace, from_page, parse
-from ckpttool.storage.hub_cache import listed
+from ckpttool.storage.hub_files import _listed
 from ckpttool.storage.place import parse_place, read_all
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.hub_cache import fill
@@ -90,7 +89,8 @@ def place(text: str) -> HubPlace:
 
 # -- what is asked for
 
-LISTING = ["hub GET /api/models/org/tiny/revision/main", "hub GET /api/models/org/tiny/tree/COMMIT"]
+LISTING = ["hub GET /api/models/org/tiny/revision/main"]
+OF_COMMIT = ["hub GET /api/models/org/tiny/revision/COMMIT"]
 CONFIG = [
     "hub GET /org/tiny/resolve/COMMIT/config.json",
     "hub GET /api/resolve-cache/models/org/tiny/COMMIT/config.json",
@@ -104,8 +104,8 @@ def test_reshard_streams_what_files_give(hub: Hub, tmp_path: Path) -> None:
     assert written(tmp_path / "here") == written(tmp_path / "there")
     assert set(hub.resolves().values()) == {1}
     asked = requests(hub)
-    assert asked[:2] == LISTING
-    assert sorted(set(asked[2:])) == sorted([*CONFIG, f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}", "cdn GET"])
+    assert asked[:1] == LISTING
+    assert sorted(set(asked[1:])) == sorted([*CONFIG, f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}", "cdn GET"])
     assert not (tmp_path / "home/hub").exists()  # nothing is left in the cache
 
 
@@ -121,14 +121,14 @@ def test_small_files_are_fetched_once(hub: Hub) -> None:
             (TINY / WEIGHTS).read_bytes()[-4:],
         )
     assert hub.resolves() == {"config.json": 1, WEIGHTS: 1}
-    assert requests(hub)[:2] == LISTING
+    assert requests(hub)[:1] == LISTING
     assert re.fullmatch(r"hf://org/tiny@[0-9a-f]{40}", str(src))
 
 
 def test_a_commit_is_not_asked_for(hub: Hub) -> None:
     commit = hub.repos["org/tiny"].refs["refs/heads/main"]
     assert place(f"{MODEL}@{commit}/config.json").is_file()
-    assert requests(hub) == LISTING[1:]
+    assert requests(hub) == OF_COMMIT
 
 
 @pytest.mark.usefixtures("by_ranges")
@@ -164,7 +164,7 @@ def test_folders(hub: Hub) -> None:
     assert (root / "a/b" / "config.json").parent.parent == root / "a"
     assert ckpttool("inspect", "hf://org/two/a/b").code == 0
     assert ckpttool("inspect", f"hf://org/two/c/{WEIGHTS}").code == 0
-    assert requests(hub).count("hub GET /api/models/org/two/tree/COMMIT") == 1
+    assert requests(hub).count("hub GET /api/models/org/two/revision/main") == 1
     for wrong in (root / "a", root / "nothing", root / "x" / "y", root / "../../etc/passwd"):
         with pytest.raises(OSError, match="directory"):
             wrong.identity()
@@ -174,18 +174,15 @@ def test_folders(hub: Hub) -> None:
         list((root / "x").scan())
 
 
-def test_pages_of_the_listing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_of_many_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request; where the Hub would leave some of them out, an error."""
     hub.add("org/many", {f"{i % 7}/{i:05}.json": b"" for i in range(2500)})
     assert len(list(place("hf://org/many").scan())) == 7
-    assert requests(hub)[1:] == ["hub GET /api/models/org/many/tree/COMMIT"] * 3
-    hub.add("org/endless", {f"{i}": b"" for i in range(10)})
-    hub.page = 1
-    monkeypatch.setattr(hub_files, "MAX_PAGES", 4)
-    with pytest.raises(CorruptError, match="does not end: 4 so far"):
-        place("hf://org/endless").exists()
+    assert requests(hub) == ["hub GET /api/models/org/many/revision/main"]
     monkeypatch.setattr(hub_files, "MAX_FILES", 2)
-    with pytest.raises(CorruptError, match="does not end: 3 so far"):
-        place("hf://org/endless").exists()
+    hub.add("org/more", {f"{i}": b"" for i in range(3)})
+    with pytest.raises(CorruptError, match="has 3 files, and the Hub lists no more than 2"):
+        place("hf://org/more").exists()
 
 
 def test_threads_share_a_resolve(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +227,7 @@ def test_processes_that_compute(hub: Hub, forks: bool, tmp_path: Path, monkeypat
     asked = requests(hub)
     assert asked.count(LISTING[0]) == 1
     processes = 1 if forks else 1 + 2  # this one, and those of a machine with two cores
-    assert 1 <= asked.count(LISTING[1]) <= processes
+    assert asked.count(OF_COMMIT[0]) <= processes - 1
     assert 1 <= asked.count(f"hub HEAD /org/tiny/resolve/COMMIT/{WEIGHTS}") <= processes
 
 
@@ -241,9 +238,7 @@ def test_locks_of_threads_that_a_fork_left_behind() -> None:
     commit = src._revision.commit
     held: list[Any] = [
         hub_files._lock,
-        hub_files._kept.lock,
-        src._revision.lock,
-        commit.lock,
+        hub_files._small_lock,
         commit.stored(WEIGHTS).lock,
     ]
     with ThreadPoolExecutor(1) as other:
@@ -283,17 +278,6 @@ def test_anonymous(hub: Hub, tmp_path: Path) -> None:
     assert not any(a.token for a in hub.asked)
 
 
-@pytest.mark.usefixtures("by_ranges")
-def test_links_of_another_host_get_no_token(hub: Hub, tmp_path: Path) -> None:
-    """Mirrors pass on the next page of what they mirror: it is asked for at the mirror."""
-    hub.page = 1
-    # The answer itself says where the next page is: on the CDN.
-    hub.endpoint, mirror = hub.cdn, hub.endpoint
-    with hub.clients(tmp_path / "home", token=READER, HF_ENDPOINT=mirror):
-        assert sorted(e.name for e in place(MODEL).scan()) == ["config.json", WEIGHTS]
-    assert {a.server for a in hub.asked} == {"hub"}
-
-
 # -- signatures
 
 
@@ -306,38 +290,6 @@ def test_a_signature_that_has_become_invalid_is_renewed(hub: Hub) -> None:
     assert file.pread(100, 100) == data[100:200]
     assert hub.resolves() == {WEIGHTS: 2}
     assert [a.status for a in hub.asked if a.server == "cdn"] == [206, 403, 206]
-
-
-@pytest.mark.usefixtures("by_ranges")
-def test_a_signature_that_has_expired_is_not_tried(hub: Hub) -> None:
-    hub.lifetime = 2.0
-    file = (place(MODEL) / WEIGHTS).open_file()
-    file.pread(100, 0)
-    location = file.stored._location  # type: ignore[attr-defined]
-    assert 0 < location.expires - time.monotonic() < 2.9
-    file.stored._location = location._replace(expires=time.monotonic() - 1)  # type: ignore[attr-defined]
-    file.pread(100, 0)
-    assert [a.status for a in hub.asked if a.server == "cdn"] == [206, 206]
-    assert hub.resolves() == {WEIGHTS: 2}
-
-
-def test_lifetimes() -> None:
-    from email.message import Message
-
-    from ckpttool.storage.http import Answer
-
-    headers = Message()
-    headers["Date"] = "Mon, 23 Nov 2026 12:00:00 GMT"
-    answer = Answer(302, headers, b"", "", None)
-    at = 1795435200
-    for query, seconds in (
-        ("X-Amz-Date=20261123T120000Z&X-Amz-Expires=3600&X-Amz-Signature=0", 3570),
-        (f"Expires={at + 100}&Key-Pair-Id=K", 90),
-        (f"Expires={at - 100}", float("inf")),  # another clock is wrong
-        ("Expires=never", float("inf")),
-        ("sig=0", float("inf")),
-    ):
-        assert hub_files._lifetime(f"https://cdn/x?{query}", answer) == seconds, query
 
 
 @pytest.mark.usefixtures("by_ranges")
@@ -373,7 +325,7 @@ def test_access_that_is_lost_during_a_run(hub: Hub, tmp_path: Path, monkeypatch:
 @pytest.mark.usefixtures("by_ranges")
 @pytest.mark.parametrize("kind", [503, 429, "reset", "short"])
 def test_what_passes_is_tried_again(hub: Hub, kind: int | str, tmp_path: Path) -> None:
-    for pattern in ("revision", "tree", "HEAD .*resolve/", "GET /org/.*resolve/", r"GET /[0-9a-f]{64}"):
+    for pattern in ("revision", "HEAD .*resolve/", "GET /org/.*resolve/", r"GET /[0-9a-f]{64}"):
         hub.fail(pattern, kind, times=2)  # type: ignore[arg-type]
     reshard(MODEL, tmp_path / "dst")
     assert (tmp_path / "dst" / WEIGHTS).read_bytes() == (TINY / WEIGHTS).read_bytes()
@@ -428,7 +380,7 @@ def test_the_same_bytes_of_another_commit(hub: Hub, tmp_path: Path) -> None:
     hub.add("org/tiny", {"config.json": TINY / "config.json", "new/renamed.safetensors": TINY / WEIGHTS})
     src = place(f"{MODEL}@{hub.repos['org/tiny'].refs['refs/heads/main']}")
     assert read_all(src / "new/renamed.safetensors") == (TINY / WEIGHTS).read_bytes()
-    assert requests(hub) == LISTING[1:]
+    assert requests(hub) == OF_COMMIT
 
 
 @pytest.mark.usefixtures("by_ranges")
@@ -584,7 +536,7 @@ def test_too_many_requests(hub: Hub, token: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("by_ranges")
 def test_servers_that_are_down(hub: Hub, tmp_path: Path) -> None:
-    hub.fail("tree", 503, times=100)
+    hub.fail("revision", 503, times=100)
     assert "error: the Hub answers 503\n" in refused(MODEL, tmp_path / "dst")
     hub.faults.clear()
     hub.fail(r"GET /[0-9a-f]{64}", 500, times=100)
@@ -611,25 +563,25 @@ def test_what_is_not_the_hub(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_files_as_listings_have_them() -> None:
-    """Of a pointer git's size and hash are said too, and of Xet a hash that is not of the bytes: they do not count."""
+    """Of a pointer git's size and hash are said too: they do not count."""
     git, sha = "1" * 40, "2" * 64
-    plain = {"type": "file", "path": "a", "size": 7, "oid": git}
-    assert listed(plain, None) == listed(plain | {"lfs": None}, None) == (7, git, False)
-    pointer = {"size": 900, "oid": sha, "pointerSize": 134}
-    assert listed(plain | {"size": 134, "xetHash": "3" * 64}, pointer) == (900, sha, True)
+    plain: dict[str, Any] = {"rfilename": "a", "size": 7, "blobId": git}
+    assert _listed(plain) == _listed(plain | {"lfs": None}) == (7, git, False)
+    pointer = {"size": 900, "sha256": sha, "pointerSize": 134}
+    assert _listed(plain | {"size": 134, "lfs": pointer}) == (900, sha, True)
     for wrong in (
         {"size": -1},
         {"size": "7"},
         {"size": True},
         {"size": 1 << 63},
-        {"oid": sha},
-        {"oid": "x"},
-        {"oid": 7},
+        {"blobId": sha},
+        {"blobId": "x"},
+        {"blobId": 7},
     ):
         with pytest.raises(ValueError, match="is not a"):
-            listed(plain | wrong, None)
+            _listed(plain | wrong)
     with pytest.raises(ValueError, match="is not a hash"):
-        listed(plain, pointer | {"oid": git})
+        _listed(plain | {"lfs": pointer | {"sha256": git}})
 
 
 # -- a Hub that lies

@@ -30,7 +30,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The models of the recipes as org/base, org/ft1, ... What computes is this process: each asks for itself."""
     monkeypatch.chdir(MERGEKIT)
     monkeypatch.setattr(workforce, "spawn", lambda *_: None)
-    monkeypatch.setattr(hub_files, "_kept", hub_files._Kept())  # small files of other tests, by their contents
+    monkeypatch.setattr(hub_files, "_small", {})  # small files of other tests, by their contents
     models = [(f"org/{d.name}", d) for d in (MERGEKIT / "inputs").iterdir()]
     with hub_server(models) as server, server.clients(tmp_path / "home"):
         yield server

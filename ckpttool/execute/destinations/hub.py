@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +21,7 @@ from ckpttool.errors import AccessError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.hub_client import TRIES, PassingError, api, asking, patiently, pause, quiet
+from ckpttool.execute.destinations.sender import Sender
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
@@ -50,8 +51,8 @@ def destination(dst: HubPlace, options: RunOptions) -> HubDestination:
     return HubDestination(dst, options)
 
 
-class Tree(NamedTuple):
-    """What a revision holds in the folder that is written."""
+class CommittedFiles(NamedTuple):
+    """The files of a commit in the folder that is written."""
 
     commit: str
     files: Mapping[str, str]
@@ -79,13 +80,17 @@ class HubDestination:
         """Small files whose last version comes when the output has been read."""
         self._base = self.branch
         """The revision that the new commit comes on top of."""
-        self._tree = Tree("", {})
+        self._tree = CommittedFiles("", {})
         """Of the base; without a commit while there is no repository."""
         self._notes: list[str] = []
         self._spool = Spool(f"hf://{self.repo}@{self.branch}/{self.prefix}")
         self._paths: list[Path] = []
         """Of the outputs, where they are made."""
-        self._uploads = _Uploads(self._upload)
+        self._sender = Sender(self._upload, UPLOADS, _bytes)
+        self._sent: list[CommitOperationAdd] = []
+        self._known: set[Path] = set()
+        """Files that were given to the sender."""
+        self._stop = threading.Event()
         self._quiet = contextlib.ExitStack()
 
     @property
@@ -152,14 +157,14 @@ class HubDestination:
             self._base = MAIN
             self._tree = self._tree_of(MAIN)
 
-    def _tree_of(self, revision: str) -> Tree:
+    def _tree_of(self, revision: str) -> CommittedFiles:
         hub = api()
         commit = str(hub.repo_info(self.repo, revision=revision).sha)
         files = {}
         for entry in hub.list_repo_tree(self.repo, recursive=True, revision=commit):
             if hasattr(entry, "blob_id") and entry.path.startswith(self.prefix):
                 files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        return Tree(commit, files)
+        return CommittedFiles(commit, files)
 
     def _look_again(self) -> None:
         """Raises OutputError when somebody else has changed the folder since the run began."""
@@ -196,7 +201,7 @@ class HubDestination:
         except BaseException:
             self.close()
             raise
-        self._uploads.start(beginning.stop)
+        self._stop = beginning.stop
         return Finished()
 
     def _open_repository(self) -> None:
@@ -217,28 +222,33 @@ class HubDestination:
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         """Upload the files that are complete; waits while too many are."""
         for file, _ in self._chunks.done([p.number for p in parts], sums):
-            self._uploads.add(self._paths[file])
-        self._uploads.wait(WAITING)
+            self._put(self._paths[file])
+        self._sender.wait(WAITING, self._stop)
 
     def settle(self, pool: Medium, paths: Sequence[str]) -> None:
         """Nothing has to be durable here."""
 
     def complete(self) -> None:
         """Upload all that is left. Small files go into the commit itself."""
-        known = self._uploads.known
         found = [p for p in sorted(self.partial.rglob("*")) if p.is_file()]
-        self._send([p for p in found if p not in known and p not in self._late])
+        self._send([p for p in found if p not in self._known | self._late])
 
     def _send(self, left: Sequence[Path]) -> None:
-        large = [p for p in left if p.lstat().st_size >= LARGE]
-        for path in large:
-            self._uploads.add(path)
-        small = [p for p in left if p not in large]
+        """Upload files, all that was put before, too. Returns when they are there, or the run is to end."""
+        small = [p for p in left if p.lstat().st_size < LARGE]
+        for path in left:
+            if path not in small:
+                self._put(path)
         for i in range(0, len(small), 100):
-            self._uploads.add(*small[i : i + 100])
-        self._uploads.wait(0)
+            self._put(*small[i : i + 100])
+        self._sender.wait(0, self._stop)
 
-    def _upload(self, paths: Sequence[Path]) -> list[CommitOperationAdd]:
+    def _put(self, *paths: Path) -> None:
+        self._known.update(paths)
+        self._sender.put(paths)
+        self._sender.start()  # not before: until now this process may have been forked
+
+    def _upload(self, paths: Sequence[Path]) -> None:
         from huggingface_hub import CommitOperationAdd
 
         added = [
@@ -253,7 +263,7 @@ class HubDestination:
             if not self.keep and addition._is_uploaded:  # noqa: SLF001 - no public name says it
                 self._spool.forget(str(path), 0, path.lstat().st_size)
                 path.unlink()
-        return added
+        self._sent.extend(added)
 
     def readable(self) -> Place:
         return self.partial
@@ -267,7 +277,7 @@ class HubDestination:
         from huggingface_hub import CommitOperationDelete
 
         try:
-            added = self._uploads.done
+            added = self._sent
             ours = {a.path_in_repo for a in added}
             stays = {self.prefix + n for n in STAYS}
             gone = [CommitOperationDelete(path_in_repo=n) for n in self._tree.files if n not in ours | stays]
@@ -325,80 +335,12 @@ class HubDestination:
         return f"made commit {revision}" if number == revision else f"opened a pull request: {page}"
 
     def close(self) -> None:
-        self._uploads.end()
+        self._sender.end()
         self._spool.close()
         self._quiet.close()
 
     def discard(self) -> None:
         self.close()
-
-
-class _Uploads:
-    """Threads that send files. They are daemons: what is on its way cannot be interrupted, and need not be."""
-
-    def __init__(self, upload: Callable[[Sequence[Path]], list[CommitOperationAdd]]) -> None:
-        self.done: list[CommitOperationAdd] = []
-        self.known: set[Path] = set()
-        self._upload = upload
-        self._stop = threading.Event()
-        self._waiting: deque[tuple[Path, ...]] = deque()
-        self._held = 0
-        """Bytes of files that are not sent."""
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-        self._ended = False
-        self._threads = 0
-
-    def start(self, stop: threading.Event) -> None:
-        """Nobody waits any longer when ``stop`` is set. Threads come later, as this process may still be forked."""
-        self._stop = stop
-
-    def add(self, *paths: Path) -> None:
-        """Send files, which must not change any more."""
-        with self._changed:
-            self.known.update(paths)
-            self._waiting.append(paths)
-            self._held += _bytes(paths)
-            if self._threads < UPLOADS:
-                threading.Thread(target=self._work, name=f"upload-{self._threads}", daemon=True).start()
-                self._threads += 1
-            self._changed.notify_all()
-
-    def wait(self, most: int) -> None:
-        """Until no more than so many bytes are left to send, or the run is to end. Raises what an upload has raised."""
-        with self._changed:
-            while self._held > most and not self._failure and not self._stop.is_set():
-                self._changed.wait(0.1)
-            if self._failure:
-                raise self._failure
-
-    def end(self) -> None:
-        """Begin no further upload."""
-        with self._changed:
-            self._ended = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._ended:
-                    self._changed.wait()
-                if self._ended:
-                    return
-                paths = self._waiting.popleft()
-                held = _bytes(paths)
-            try:
-                added = self._upload(paths)
-            except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
-                with self._changed:
-                    self._failure = self._failure or e
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self.done += added
-                self._held -= held
-                self._changed.notify_all()
 
 
 def most_held(sizes: Sequence[int], tasks: Sequence[Task]) -> int:
@@ -426,7 +368,7 @@ def _bytes(paths: Sequence[Path]) -> int:
     return sum(max(1, p.lstat().st_size) for p in paths)
 
 
-def _holds(tree: Tree, added: Sequence[CommitOperationAdd]) -> bool:
+def _holds(tree: CommittedFiles, added: Sequence[CommitOperationAdd]) -> bool:
     """Whether a commit has all that was to be committed."""
 
     def identity(a: CommitOperationAdd) -> set[str]:

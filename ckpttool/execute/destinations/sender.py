@@ -15,14 +15,16 @@ class Sender(Generic[_T]):
     """Calls ``send`` for everything that is put, in order, in several threads at a time.
 
     After a failure nothing more is sent. The threads are daemons: an interrupted program does not wait for them.
+    ``weigh``: how much of what ``wait`` counts an item is; 1 unless given.
     """
 
-    def __init__(self, send: Callable[[_T], None], threads: int) -> None:
+    def __init__(self, send: Callable[[_T], None], threads: int, weigh: Callable[[_T], int] = lambda _: 1) -> None:
         self._send = send
+        self._weigh = weigh
         self._count = threads
         self._threads: list[threading.Thread] = []
-        self._items: deque[_T] = deque()
-        self._busy = 0
+        self._items: deque[tuple[_T, int]] = deque()
+        self._unsent = 0
         self._ended = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -34,18 +36,20 @@ class Sender(Generic[_T]):
             self._threads[-1].start()
 
     def put(self, item: _T) -> None:
+        weight = self._weigh(item)
         with self._changed:
-            self._items.append(item)
+            self._items.append((item, weight))
+            self._unsent += weight
             self._changed.notify()
 
     def wait(self, most: int, stop: threading.Event) -> None:
-        """Until at most so many items wait or are being sent. Raises what sending one raised; returns when ``stop`` is
+        """Until at most so much waits or is being sent. Raises what sending one raised; returns when ``stop`` is
         set."""
         with self._changed:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if len(self._items) + self._busy <= most or stop.is_set() or self._ended:
+                if self._unsent <= most or stop.is_set() or self._ended:
                     return
                 self._changed.wait(0.2)
 
@@ -66,15 +70,14 @@ class Sender(Generic[_T]):
                     self._changed.wait()
                 if self._ended:
                     return
-                item = self._items.popleft()
-                self._busy += 1
+                item, weight = self._items.popleft()
             failure: BaseException | None = None
             try:
                 self._send(item)
             except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
                 failure = e
             with self._changed:
-                self._busy -= 1
+                self._unsent -= weight
                 if failure is not None:
                     self._failure = self._failure or failure
                     self._items.clear()

@@ -107,3 +107,14 @@ def test_faults(hub: Hub) -> None:
     with pytest.raises(HfHubHTTPError):
         hf_hub_download("org/tiny", "model.safetensors.index.json", etag_timeout=1)
     assert [a.status for a in hub.asked if "/resolve/" in a.path][:1] == [503]
+
+
+def test_why_reading_has_requests_of_its_own(tmp_path: Path) -> None:
+    """When this fails, ``HfApi.list_repo_tree`` may be able to stand in for ``storage.hub_files``."""
+    with hub_server() as hub, hub.clients(tmp_path / "home", token=READER):
+        hub.add("org/model", {"a": b"", "b": b""})
+        hub.page = 1
+        hub.endpoint, asked = hub.cdn, hub.endpoint  # the host of the next page
+        with pytest.raises(HfHubHTTPError):
+            list(HfApi(asked, READER).list_repo_tree("org/model", recursive=True))
+        assert [(a.server, a.token) for a in hub.asked] == [("hub", READER), ("cdn", READER)]
