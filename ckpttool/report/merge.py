@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.merge import MergeResult, PreparedMerge
     from ckpttool.ops.merge.origins import Group
 
-_PROVEN = "every element is what the merge of the sources gives"
+_PROVEN = "recomputed the merge; every element matches"
 _ALIKE, _GROUPS = 2, 12
 """Ways in which tensors come about: from how many on they are told apart, and how many are shown."""
 

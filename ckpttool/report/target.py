@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.targeting.build import Prepared
 
 EQUAL = "every element is equal to the source"
-RECOMPUTED = "every tensor was worked out again and is equal"
+RECOMPUTED = "every tensor was recomputed and matches"
 
 
 def target_json(target: Prepared) -> dict[str, Any]:
