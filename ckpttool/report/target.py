@@ -86,9 +86,9 @@ def share_json(plan: Plan, run: RunOptions) -> dict[str, int]:
     if run.member is None:
         return {}
     from ckpttool.execute.machines.shares import cut
-    from ckpttool.execute.schedule import schedule
+    from ckpttool.execute.schedule import checksums_of, schedule
 
-    tasks = schedule(plan, ["manifest"] * run.manifest)
+    tasks = schedule(plan, checksums_of(plan, manifest=run.manifest))
     own = cut(plan, tasks, run.member.of)[run.member.number - 1]
     size = sum([p.nbytes for t in own for p in tasks[t].parts])
     return {"part": run.member.number, "of": run.member.of, "part_bytes": size}
