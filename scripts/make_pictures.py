@@ -54,12 +54,12 @@ def _kind(d: svg.Drawing, holding: Holding, y: float) -> None:
         svg.padding(d, holding, y)
 
 
-def _state(d: svg.Drawing, title: str, layout: Layout) -> list[svg.Block]:
+def _state(d: svg.Drawing, title: str, layout: Layout) -> list[svg.PictureBlock]:
     """A checkpoint: what it is, and the strips of some of its tensors."""
     chosen = [next(h for h in layout.holdings if h.name.endswith(end)) for end in SHOWN]
     return [
-        svg.Block(26, partial(_heading, d, title)),
-        *[svg.Block(svg.BAR + 5, partial(_kind, d, h)) for h in chosen],
+        svg.PictureBlock(26, partial(_heading, d, title)),
+        *[svg.PictureBlock(svg.BAR + 5, partial(_kind, d, h)) for h in chosen],
     ]
 
 
@@ -79,9 +79,9 @@ def reshard(paints: svg.Paints, width: int, layouts: Sequence[Layout]) -> str:
     d = svg.Drawing(layouts[0].world, paints, width, margin=24 if width > 600 else 10)
     blocks = [
         *_state(d, "llama_tp8: 8 tensor-parallel ranks", layouts[0]),
-        svg.Block(44, partial(_arrow, d, "ckpttool reshard llama_tp8 llama_tp2 --tp-out 2")),
+        svg.PictureBlock(44, partial(_arrow, d, "ckpttool reshard llama_tp8 llama_tp2 --tp-out 2")),
         *_state(d.like(layouts[1].world), "llama_tp2: 2 ranks", layouts[1]),
-        svg.Block(44, partial(_arrow, d, "ckpttool reshard llama_tp2 llama_hf --to hf")),
+        svg.PictureBlock(44, partial(_arrow, d, "ckpttool reshard llama_tp2 llama_hf --to hf")),
         *_state(d.like(layouts[2].world), "llama_hf: a Hugging Face checkpoint", layouts[2]),
     ]
     label = "A checkpoint of eight tensor-parallel ranks becomes one of two ranks, then a Hugging Face checkpoint"

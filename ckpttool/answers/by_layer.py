@@ -20,7 +20,7 @@ Join = Callable[[Positions], float | None]
 """What becomes of some of the tensors, by their positions among the names."""
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     """A layer, or what is outside of layers."""
 
     stack: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 class Layers:
     """Tensors by layer (rows) and module (columns)."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     """By stack in the order of the names, by number; what is outside of layers comes first."""
     modules: tuple[str, ...]
     """In the order of the names; without numbers, so that all experts of a layer are one."""
@@ -92,7 +92,7 @@ def by_layer(names: Sequence[str]) -> Layers:
         found.setdefault((stack, numbers[0] if inside else None), {}).setdefault(module, []).append(at)
     order = sorted(found, key=lambda r: (r[1] is not None, stacks.get(r[0], 0), r[1] or 0))
     cells = {(row, modules[m]): at for row, key in enumerate(order) for m, at in found[key].items()}
-    return Layers(tuple(Row(*key) for key in order), tuple(modules), cells)
+    return Layers(tuple(LayerRow(*key) for key in order), tuple(modules), cells)
 
 
 # -- how values are joined

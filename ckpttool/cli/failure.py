@@ -12,8 +12,7 @@ from ckpttool.errors import CkptError
 
 def failed(error: CkptError, *, kind: str = "", code: int | None = None, text: str = "") -> typer.Exit:
     """Print the error, and return the exit for it. ``kind``, ``code`` and ``text`` are the error's own by default."""
-    from ckpttool.report.failure import show_failure
-    from ckpttool.report.text import message
+    from ckpttool.report.text import dump, message
 
     code = error.exit_code if code is None else code
     with contextlib.suppress(OSError):  # nobody may be there to read it; the exit code is
@@ -22,7 +21,9 @@ def failed(error: CkptError, *, kind: str = "", code: int | None = None, text: s
         if page and sys.stderr.isatty():
             message(f"more: ckpttool explain {page}")
         if _asked_for_json():
-            show_failure(error, kind=kind or _kind(error), exit_code=code, page=page)
+            about = {"kind": kind or _kind(error), "message": error.what}
+            parts = {**about, "where": list(error.where), "hint": error.hint, "page": page or None}
+            dump({"schema": "ckpttool.error/1", "error": parts, "exit_code": code})
             sys.stdout.flush()
     return typer.Exit(code)
 

@@ -50,7 +50,7 @@ from ckpttool.execute.options import (
 )
 from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.remote import check_unchanged, open_medium
-from ckpttool.execute.schedule import Part, Task, schedule, sum_key
+from ckpttool.execute.schedule import Part, Task, checksums_of, schedule, sum_key
 from ckpttool.execute.workforce import TICK, Outlet, Watcher, Workforce
 from ckpttool.storage.place import parse_place
 
@@ -141,7 +141,7 @@ class Run:
         self.fleet: Fleet | None = None
         """Machines that work for this run; they do so until it is complete."""
         self.sums: dict[str, str] = {}
-        self.hashes = [ALGORITHM] * options.manifest + [CRC32] * any(o.summed for o in plan.outputs)
+        self.hashes = checksums_of(plan, manifest=options.manifest)
         self.notes = list(plan.notes)
         self.pending = [0] * len(plan.outputs)
         self.skipped = 0

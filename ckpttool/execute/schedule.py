@@ -20,7 +20,7 @@ from typing import NamedTuple, overload
 from ckpttool.core.dtypes import lookup
 from ckpttool.core.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
 from ckpttool.execute.compute import part_elements, parts_of
-from ckpttool.execute.hashing import ALGORITHM
+from ckpttool.execute.hashing import ALGORITHM, CRC32
 from ckpttool.execute.moves import Item, RowBlock, TransposeTile, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
@@ -80,6 +80,11 @@ class Task:
 def part_limit(total: int) -> int:
     """Bytes of a part: small enough that a crash costs little of a small output, large enough for long runs."""
     return max(_MIB, min(_LARGEST_PART, total // 64 // _MIB * _MIB))
+
+
+def checksums_of(plan: Plan, *, manifest: bool) -> list[str]:
+    """Names of the checksums that a run computes while it writes."""
+    return [ALGORITHM] * manifest + [CRC32] * any(o.summed for o in plan.outputs)
 
 
 def schedule(plan: Plan, hashes: Sequence[str], far: Collection[int] = ()) -> list[Task]:

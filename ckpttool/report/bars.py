@@ -34,7 +34,7 @@ SMOOTH_S = 10.0
 
 
 def progress(*, quiet: bool, notes: bool = True, label: str = "") -> Progress:
-    """Whoever watches the run: nobody when ``quiet``, a bar on a terminal and in a notebook, else lines.
+    """What shows how far the run is: nothing when ``quiet``, a bar on a terminal and in a notebook, else lines.
 
     ``notes``: whether those of the run are shown when they come; a command shows them with its result. ``label``: of
     one of several processes that may write to one terminal; their lines begin with it, and none draws a bar.
@@ -44,9 +44,10 @@ def progress(*, quiet: bool, notes: bool = True, label: str = "") -> Progress:
     if quiet:
         return NoProgress()
     drawn = sys.stderr.isatty() and not label
-    watch: Cell | Bar | Lines = Cell() if in_notebook() else Bar() if drawn else Lines(label)
-    watch.notes = notes
-    return watch
+    shown: NotebookBar | TerminalBar | ProgressLines
+    shown = NotebookBar() if in_notebook() else TerminalBar() if drawn else ProgressLines(label)
+    shown.notes = notes
+    return shown
 
 
 def in_notebook() -> bool:
@@ -62,7 +63,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-class _Meter:
+class _PhaseRate:
     """How far a phase is, how fast it goes, and when it will be over."""
 
     def __init__(self, total: int, done: int, now: float) -> None:
@@ -91,8 +92,8 @@ class _Meter:
         return said + (f", {clock((self.total - self.done) / rate)} left" if rate else "")
 
 
-class _Watch:
-    """Counts; what is shown of it, and when, is for others to say."""
+class _ProgressCounter:
+    """Counts the bytes of the phases of a run; subclasses show them."""
 
     notes = True
     """Whether notes are shown."""
@@ -100,7 +101,7 @@ class _Watch:
     def __init__(self, wait: float = 0) -> None:
         now = time.monotonic()
         self._phase = "read"
-        self._meter = _Meter(0, 0, now)
+        self._meter = _PhaseRate(0, 0, now)
         self._shown_at = now + wait
 
     def start(self, total_bytes: int, files: int) -> None:
@@ -109,7 +110,7 @@ class _Watch:
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
         self._phase = name
-        self._meter = _Meter(total_bytes, done_bytes, time.monotonic())
+        self._meter = _PhaseRate(total_bytes, done_bytes, time.monotonic())
 
     def file_done(self, name: str, nbytes: int) -> None:
         pass
@@ -132,7 +133,7 @@ class _Watch:
         return True
 
 
-class Lines(_Watch):
+class ProgressLines(_ProgressCounter):
     """A line every ten seconds: ``write 38%, 1.20 GB of 3.10 GB, 210.00 MB/s, 0:09 left``; behind a label, if any."""
 
     def __init__(self, label: str = "") -> None:
@@ -144,7 +145,7 @@ class Lines(_Watch):
             message(f"{self._label}{self._phase} {self._meter.percent}%, {self._meter}")
 
 
-class _Drawn(_Watch):
+class _DrawnProgress(_ProgressCounter):
     """What is drawn again and again, and is gone when the run ends. A run that is done at once never shows anything."""
 
     def __init__(self) -> None:
@@ -156,17 +157,17 @@ class _Drawn(_Watch):
             self._draw(self._meter)
 
     @abstractmethod
-    def _draw(self, meter: _Meter) -> None: ...
+    def _draw(self, meter: _PhaseRate) -> None: ...
 
 
-class Cell(_Drawn):
+class NotebookBar(_DrawnProgress):
     """A bar in a notebook: an output of the cell that runs, empty in the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._shown: Any = None
 
-    def _draw(self, meter: _Meter) -> None:
+    def _draw(self, meter: _PhaseRate) -> None:
         said = f"{self._phase} {meter.percent}%, {meter}"
         bar = f'<progress value="{meter.percent}" max="100"></progress> {escape(said)}'
         self._show({"text/plain": said, "text/html": bar})
@@ -183,7 +184,7 @@ class Cell(_Drawn):
             self._shown = None
 
 
-class Bar(_Drawn):
+class TerminalBar(_DrawnProgress):
     """A bar on a terminal."""
 
     def __init__(self) -> None:
@@ -192,7 +193,7 @@ class Bar(_Drawn):
         self._task: TaskID | None = None
         self._gone = False
 
-    def _draw(self, meter: _Meter) -> None:
+    def _draw(self, meter: _PhaseRate) -> None:
         if self._gone:
             return
         with self._drawing():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.by_layer import Layers, by_layer
 from ckpttool.core.dtypes import nbytes
@@ -15,19 +15,8 @@ from ckpttool.ops.merge.card import HEADS, recipe_text
 from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
 from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
-from ckpttool.report.page import BEGINS, Document, render
-from ckpttool.report.page.document import (
-    Cell,
-    Column,
-    Heatmap,
-    Kind,
-    Lines,
-    Number,
-    Section,
-    Series,
-    Table,
-    TableColumn,
-)
+from ckpttool.report.page import BEGINS, ReportPage, render
+from ckpttool.report.page.document import Column, Kind, PageCell, PageSection, Series, section
 
 if TYPE_CHECKING:
     from ckpttool.ops.merge import MergeResult
@@ -55,7 +44,7 @@ _HELP = {
 }
 
 
-class _Names(dict[str, str]):
+class _SourceNames(dict[str, str]):
     """What the sources are called, by label."""
 
     def of(self, parent: Parent) -> str:
@@ -67,29 +56,24 @@ def write(result: MergeResult, path: Path) -> None:
     save(path, render(document(result)), WHAT, BEGINS)
 
 
-def document(result: MergeResult) -> Document:
+def document(result: MergeResult) -> ReportPage:
     """The report as data."""
     distances, prepared = result.distances, result.prepared
     assert distances is not None  # noqa: S101 - it is asked for before the merge begins
     groups = came_from(prepared.plan, prepared.provenance.operands, prepared.method)
     layers = by_layer(distances.names)
     models = sum(not p.is_base for p in distances.parents)
-    names = _Names(short_names(prepared.refs))
-    sections: list[Section] = [
+    names = _SourceNames(short_names(prepared.refs))
+    sections: list[PageSection] = [
         _origins(result, groups, names),
         _distances(distances, names),
         _came_from(groups, names),
-        *_by_layer(layers, distances, names),
+        *(c for n in ("distance", "task_cosine") for c in _chart(n, layers, distances, names)),
         *_maps(layers, distances, names),
-        *_picked(layers, distances, names),
+        *(c for n in ("kept", "agreeing", "conflicts") for c in _chart(n, layers, distances, names)),
         _changes(distances, names),
         _recipe(result),
-        {
-            "id": "tensors",
-            "title": "Tensors",
-            "kind": "tensors",
-            "text": "How far each tensor of the output is from the sources.",
-        },
+        section("tensors", "tensors", "Tensors", "How far each tensor of the output is from the sources."),
     ]
     columns = [*_sizes(result, distances), *_columns(distances, names)]
     return {
@@ -103,7 +87,7 @@ def document(result: MergeResult) -> Document:
     }
 
 
-def _facts(result: MergeResult, distances: Distances, names: _Names) -> list[list[str]]:
+def _facts(result: MergeResult, distances: Distances, names: _SourceNames) -> list[list[str]]:
     prepared = result.prepared
     p, plan = prepared.provenance, prepared.plan
     models = [x for x in distances.parents if not x.is_base]
@@ -123,156 +107,112 @@ def _facts(result: MergeResult, distances: Distances, names: _Names) -> list[lis
     return facts
 
 
-def _origins(result: MergeResult, groups: Sequence[Group], names: _Names) -> Table:
+def _table(id_: str, title: str, said: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Any]) -> PageSection:
+    titles = [{"title": name, "kind": kind} if kind != "text" else {"title": name} for name, kind in columns]
+    return section("table", id_, title, said, columns=titles, rows=rows)
+
+
+def _origins(result: MergeResult, groups: Sequence[Group], names: _SourceNames) -> PageSection:
     """The sources."""
     bases = {g.base for g in groups if g.base}
-    rows: list[list[Cell]] = []
+    rows: list[list[PageCell]] = []
     for o in result.prepared.provenance.origins:
-        said = parameters_of(groups, o.label) or ("base" if o.label in bases else "")
+        how = parameters_of(groups, o.label) or ("base" if o.label in bases else "")
         size = sum(n for _, n in o.files)
-        rows.append([names[o.label], said, o.format, size, result.hashes.get(o.label, ""), o.label])
-    return {
-        "id": "sources",
-        "title": "Sources",
-        "kind": "table",
-        "text": "The hash of a source is the same in every format; inspect --hash shows the parts of it.",
-        "columns": [
-            {"title": "source", "kind": "code"},
-            {"title": "parameters"},
-            {"title": "format"},
-            {"title": "size", "kind": "bytes"},
-            {"title": "hash", "kind": "code"},
-            {"title": "place", "kind": "code"},
-        ],
-        "rows": rows,
-    }
+        rows.append([names[o.label], how, o.format, size, result.hashes.get(o.label, ""), o.label])
+    said = "The hash of a source is the same in every format; inspect --hash shows the parts of it."
+    sizes: list[tuple[str, Kind]] = [("size", "bytes"), ("hash", "code"), ("place", "code")]
+    columns: list[tuple[str, Kind]] = [("source", "code"), ("parameters", "text"), ("format", "text"), *sizes]
+    return _table("sources", "Sources", said, columns, rows)
 
 
-def _distances(distances: Distances, names: _Names) -> Table:
+def _distances(distances: Distances, names: _SourceNames) -> PageSection:
     """How far the result is from each source as a whole."""
     joins = [(p, distances.joins(p)) for p in distances.parents]
     shown = [n for n in NUMBERS if any(n in j for _, j in joins)]
-    rows: list[list[Cell]] = []
-    for parent, each in joins:
-        numbers = [each[n](distances.everything) if n in each else None for n in shown]
-        rows.append([names.of(parent), *numbers])
+    rows = [
+        [names.of(parent), *(each[n](distances.everything) if n in each else None for n in shown)]
+        for parent, each in joins
+    ]
     text = "; ".join(f"{HEADS[n]}: {_HELP[n]}" for n in shown)
-    return {
-        "id": "distances",
-        "title": "Distances",
-        "kind": "table",
-        "text": f"{text[:1].upper()}{text[1:]}.",
-        "columns": [{"title": "source", "kind": "code"}, *[TableColumn(title=HEADS[n], kind=_KINDS[n]) for n in shown]],
-        "rows": rows,
-    }
+    columns: list[tuple[str, Kind]] = [("source", "code"), *((HEADS[n], _KINDS[n]) for n in shown)]
+    return _table("distances", "Distances", f"{text[:1].upper()}{text[1:]}.", columns, rows)
 
 
-def _lines(key: str, layers: Layers, series: Sequence[Series], title: str, y_label: str, text: str) -> list[Lines]:
+def _lines(
+    key: str, title: str, y_label: str, said: str, layers: Layers, series: Sequence[Series]
+) -> Iterator[PageSection]:
     """A line chart over the layers; none where the names speak of no layers."""
     inside = [i for i, row in enumerate(layers.rows) if row.layer is not None]
     if len(inside) < 2 or not series:
-        return []
+        return
     one_stack = len({layers.rows[i].stack for i in inside}) == 1
     x = [layers.rows[i].layer if one_stack else layers.labels[i] for i in inside]
-    chosen = [Series(name=s["name"], values=[s["values"][i] for i in inside]) for s in series]
-    return [
-        {
-            "id": key,
-            "title": title,
-            "kind": "lines",
-            "text": text,
-            "x": [n for n in x if n is not None],
-            "x_label": "layer",
-            "y_label": y_label,
-            "series": chosen,
-        }
-    ]
+    chosen = [{"name": s["name"], "values": [s["values"][i] for i in inside]} for s in series]
+    yield section("lines", key, title, said, x=x, x_label="layer", y_label=y_label, series=chosen)
 
 
-def _series(layers: Layers, distances: Distances, number: str, names: _Names) -> list[Series]:
-    """A line for each parent that has this number."""
-    found: list[Series] = []
-    for parent in distances.parents:
-        join = distances.joins(parent).get(number)
-        if join is not None:
-            found.append({"name": names.of(parent), "values": layers.by_row(join)})
-    return found
+_CHARTS = {
+    "distance": (
+        "distance-by-layer",
+        "Distance by layer",
+        "distance",
+        "L2 norm of the difference to a source by that of the source, of all tensors of a layer together.",
+    ),
+    "task_cosine": (
+        "direction-by-layer",
+        "Direction by layer",
+        "cosine of the changes",
+        "How much the result has moved from the base in the direction of each source: 1 is all the way, 0 across it.",
+    ),
+    "kept": (
+        "kept-by-layer",
+        "Kept by layer",
+        "share of elements",
+        "Share of the elements that the method lets each source add; the others are dropped.",
+    ),
+    "agreeing": (
+        "signs-by-layer",
+        "Elected signs by layer",
+        "share of kept elements",
+        "Of the elements that a source adds, the share whose sign is the elected one; the others are left out.",
+    ),
+    "conflicts": (
+        "conflicts-by-layer",
+        "Conflicts by layer",
+        "share of elements",
+        "Share of the elements that one source would make larger and another one smaller than the base.",
+    ),
+}
+"""Of each number: id, title, y axis and text of its chart."""
 
 
-def _by_layer(layers: Layers, distances: Distances, names: _Names) -> list[Lines]:
-    return [
-        *_lines(
-            "distance-by-layer",
-            layers,
-            _series(layers, distances, "distance", names),
-            "Distance by layer",
-            "distance",
-            "L2 norm of the difference to a source by that of the source, of all tensors of a layer together.",
-        ),
-        *_lines(
-            "direction-by-layer",
-            layers,
-            _series(layers, distances, "task_cosine", names),
-            "Direction by layer",
-            "cosine of the changes",
-            "How much the result has moved away from the base in the direction of each source: 1 is all the way in its"
-            " direction, 0 across it.",
-        ),
-    ]
+def _chart(number: str, layers: Layers, distances: Distances, names: _SourceNames) -> Iterator[PageSection]:
+    """A line for each source that has this number; conflicts are of all sources together."""
+    if number == "conflicts":
+        found = [("conflicts", distances.conflicts)]
+    else:
+        found = [(names.of(parent), distances.joins(parent).get(number)) for parent in distances.parents]
+    series = [Series(name=name, values=layers.by_row(join)) for name, join in found if join is not None]
+    yield from _lines(*_CHARTS[number], layers, series)
 
 
-def _maps(layers: Layers, distances: Distances, names: _Names) -> list[Heatmap]:
-    found: list[Heatmap] = []
+def _maps(layers: Layers, distances: Distances, names: _SourceNames) -> Iterator[PageSection]:
     for i, parent in enumerate(distances.parents[:_MAPS]):
-        found.append(
-            {
-                "id": f"distance-map-{i}",
-                "title": f"Distance from {names.of(parent)}",
-                "kind": "heatmap",
-                "rows": list(layers.labels),
-                "columns": list(layers.modules),
-                "row_label": "layer",
-                "column_label": "module",
-                "values": layers.grid(distances.joins(parent)["distance"]),
-                "unit": "distance",
-            }
+        yield section(
+            "heatmap",
+            f"distance-map-{i}",
+            f"Distance from {names.of(parent)}",
+            rows=list(layers.labels),
+            columns=list(layers.modules),
+            row_label="layer",
+            column_label="module",
+            values=layers.grid(distances.joins(parent)["distance"]),
+            unit="distance",
         )
-    return found
 
 
-def _picked(layers: Layers, distances: Distances, names: _Names) -> list[Section]:
-    """What the method kept, and which signs agreed: of methods that thin out or elect."""
-    conflicts = distances.conflicts
-    own = [Series(name="conflicts", values=layers.by_row(conflicts))] if conflicts else []
-    return [
-        *_lines(
-            "kept-by-layer",
-            layers,
-            _series(layers, distances, "kept", names),
-            "Kept by layer",
-            "share of elements",
-            "Share of the elements that the method lets each source add; the others are dropped.",
-        ),
-        *_lines(
-            "signs-by-layer",
-            layers,
-            _series(layers, distances, "agreeing", names),
-            "Elected signs by layer",
-            "share of kept elements",
-            "Of the elements that a source adds, the share whose sign is the elected one; the others are left out.",
-        ),
-        *_lines(
-            "conflicts-by-layer",
-            layers,
-            own,
-            "Conflicts by layer",
-            "share of elements",
-            "Share of the elements that one source would make larger and another one smaller than the base.",
-        ),
-    ]
-
-
-def _changes(distances: Distances, names: _Names) -> Table:
+def _changes(distances: Distances, names: _SourceNames) -> PageSection:
     """The tensors that are farthest from the base, or without one from the nearest source."""
     joins = [(p, distances.joins(p)["distance"]) for p in distances.parents]
     base = [j for p, j in joins if p.is_base]
@@ -283,60 +223,35 @@ def _changes(distances: Distances, names: _Names) -> Table:
         return min(found, default=-1.0)
 
     order = sorted(distances.everything, key=lambda i: (-far(i), i))[:_CHANGES]
-    columns: list[TableColumn] = [
-        {"title": "tensor", "kind": "code"},
-        {"title": "elements", "kind": "count"},
-        *[TableColumn(title=f"distance from {names.of(p)}", kind="number") for p, _ in joins],
+    rows = [[printable(distances.names[i]), distances.elements[i], *(j((i,)) for _, j in joins)] for i in order]
+    away: list[tuple[str, Kind]] = [(f"distance from {names.of(p)}", "number") for p, _ in joins]
+    which = "the base" if base else "the source that is nearest to them"
+    said = f"The tensors that are farthest from {which}, with the largest distance first."
+    return _table("changes", "Largest changes", said, [("tensor", "code"), ("elements", "count"), *away], rows)
+
+
+def _came_from(groups: Sequence[Group], names: _SourceNames) -> PageSection:
+    rows = [
+        [
+            some_names(g.names),
+            g.elements,
+            g.nbytes,
+            g.how,
+            "; ".join(": ".join(filter(None, parts)) for parts in g.sources(names)),
+        ]
+        for g in groups
     ]
-    rows: list[list[Cell]] = []
-    for i in order:
-        about: list[Cell] = [printable(distances.names[i]), distances.elements[i]]
-        rows.append([*about, *[j((i,)) for _, j in joins]])
-    return {
-        "id": "changes",
-        "title": "Largest changes",
-        "kind": "table",
-        "text": "The tensors that are farthest from the base, with the largest distance first."
-        if base
-        else "The tensors that are farthest from the source that is nearest to them, with the largest distance first.",
-        "columns": columns,
-        "rows": rows,
-    }
+    said = "Tensors that are made of the same sources in the same way, those with most elements first."
+    sizes: list[tuple[str, Kind]] = [("elements", "count"), ("size", "bytes"), ("method", "text"), ("from", "code")]
+    return _table("origin", "What came from where", said, [("tensors", "code"), *sizes], rows)
 
 
-def _came_from(groups: Sequence[Group], names: _Names) -> Table:
-    rows: list[list[Cell]] = []
-    for g in groups:
-        sources = "; ".join(": ".join(filter(None, said)) for said in g.sources(names))
-        rows.append([some_names(g.names), g.elements, g.nbytes, g.how, sources])
-    return {
-        "id": "origin",
-        "title": "What came from where",
-        "kind": "table",
-        "text": "Tensors that are made of the same sources in the same way, those with most elements first.",
-        "columns": [
-            {"title": "tensors", "kind": "code"},
-            {"title": "elements", "kind": "count"},
-            {"title": "size", "kind": "bytes"},
-            {"title": "method"},
-            {"title": "from", "kind": "code"},
-        ],
-        "rows": rows,
-    }
-
-
-def _recipe(result: MergeResult) -> Table:
+def _recipe(result: MergeResult) -> PageSection:
     text, _ = recipe_text(result.prepared.provenance)
     lines = text.expandtabs(4).splitlines()
     # Spaces that a browser does not fold.
-    rows: list[list[Cell]] = [["\u00a0" * (len(s) - len(s.lstrip(" "))) + printable(s.lstrip(" "))] for s in lines]
-    return {
-        "id": "recipe",
-        "title": "Recipe",
-        "kind": "table",
-        "columns": [{"title": "recipe", "kind": "code"}],
-        "rows": rows,
-    }
+    rows = [["\u00a0" * (len(s) - len(s.lstrip(" "))) + printable(s.lstrip(" "))] for s in lines]
+    return _table("recipe", "Recipe", "", [("recipe", "code")], rows)
 
 
 def _sizes(result: MergeResult, distances: Distances) -> list[Column]:
@@ -353,12 +268,12 @@ def _sizes(result: MergeResult, distances: Distances) -> list[Column]:
     ]
 
 
-def _columns(distances: Distances, names: _Names) -> list[Column]:
+def _columns(distances: Distances, names: _SourceNames) -> list[Column]:
     """The numbers of each source, and of all of them."""
     found: list[Column] = []
     for i, parent in enumerate(distances.parents):
         for name, join in distances.joins(parent).items():
-            values: list[Number] = [join((at,)) for at in distances.everything]
+            values: list[float | None] = [join((at,)) for at in distances.everything]
             column: Column = {
                 "id": f"{name}_{i}",
                 "title": f"{HEADS[name]}, {names.of(parent)}",

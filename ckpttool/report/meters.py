@@ -54,7 +54,7 @@ def spark(values: Sequence[float | None], columns: int) -> str:
     ]
     known = [t for t in tops if t is not None]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    # What is nearly equal shall look equal: noise of a percent is no mountain.
+    # Nearly equal values look equal: noise of a percent must not look like a mountain.
     scale = max(high - low, 0.05 * abs(high))
     middle = (low + high - scale) / 2
     return "".join(

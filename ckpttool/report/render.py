@@ -42,7 +42,7 @@ def _show(section: Section) -> None:
 @_show.register
 def _show_paragraph(section: Paragraph) -> None:
     lines = section.text + "\n"
-    text.write(wrapped(lines) if section.wrap else lines)
+    text.write(wrapped(lines, section.hang) if section.wrap else lines)
 
 
 @_show.register

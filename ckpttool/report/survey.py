@@ -27,7 +27,7 @@ from ckpttool.report.files import refuse_others, save
 from ckpttool.report.findings import folded, write_findings
 from ckpttool.report.inspect import headline, large
 from ckpttool.report.page import BEGINS, render
-from ckpttool.report.page.document import Column, Document, Section, Tensors
+from ckpttool.report.page.document import Column, PageSection, PageTensors, ReportPage
 from ckpttool.report.svg import figures
 from ckpttool.storage.place import resolved
 
@@ -75,7 +75,7 @@ def show_survey(
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
 
 
-def write_page(survey: Survey, path: Path) -> tuple[Document, int]:
+def write_page(survey: Survey, path: Path) -> tuple[ReportPage, int]:
     """Write the page; returns what it shows, and its bytes. Raises OutputError."""
     made = document(survey)
     page = render(made)
@@ -123,16 +123,16 @@ def _printed(value: Any) -> Any:
 # -- the document
 
 
-def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> Section:
+def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
     """A section, whatever its kind: ``document.py`` has what each needs."""
     about = {"id": id_, "title": title, **({"text": said} if said else {}), "kind": kind}
-    return cast("Section", about | rest)
+    return cast("PageSection", about | rest)
 
 
-def document(survey: Survey) -> Document:
+def document(survey: Survey) -> ReportPage:
     """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
     listing = survey.listing
-    sections: list[Section] = []
+    sections: list[PageSection] = []
     if listing is not None and listing.rows:
         sections.append(_section("treemap", "sizes", "Sizes"))
     if survey.layout is not None:
@@ -144,7 +144,7 @@ def document(survey: Survey) -> Document:
     if survey.diff is not None:
         sections += _changes(survey.diff)
     name = resolved(survey.path).name or str(survey.path)
-    out: Document = {
+    out: ReportPage = {
         "schema": "ckpttool.report/1",
         "title": name,
         "subtitle": headline(identify(listing)) if listing is not None else "The checkpoint cannot be opened",
@@ -214,7 +214,7 @@ def _facts_of(listing: Listing) -> Iterator[list[str]]:
 # -- tensors
 
 
-def _tensors(survey: Survey, listing: Listing) -> Tensors:
+def _tensors(survey: Survey, listing: Listing) -> PageTensors:
     rows = listing.rows
     files = [*(relative(f.place, listing.stored.root) for f in listing.files), None]
     columns: list[Column] = [
@@ -248,7 +248,7 @@ def _tensors(survey: Survey, listing: Listing) -> Tensors:
     if any(r.derived for r in rows):
         said = ["rounded from its master weight" if r.derived else None for r in rows]
         columns.append(_hidden("derived", "Stored as", "text", said))
-    out: Tensors = {"names": [r.name for r in rows], "columns": columns}
+    out: PageTensors = {"names": [r.name for r in rows], "columns": columns}
     if any(r.component != "model" for r in rows):
         out["parameters"] = [r.parameter for r in rows]
     if survey.values:
@@ -323,7 +323,7 @@ def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
 # -- by layer
 
 
-def _by_layer(survey: Survey) -> Iterator[Section]:
+def _by_layer(survey: Survey) -> Iterator[PageSection]:
     """Plots of the model's statistics; of the first component where there is no model."""
     listing = survey.listing
     if listing is None or not listing.components:
@@ -342,7 +342,7 @@ def _by_layer(survey: Survey) -> Iterator[Section]:
 
     def chart(
         id_: str, title: str, y: str, said: str, lines: list[tuple[str, Values]], *, log: bool = False
-    ) -> Section:
+    ) -> PageSection:
         series = [{"name": name, "values": values} for name, values in lines]
         return _section("lines", id_, title + of, said, x=x, x_label="layer", y_label=y, log=log, series=series)
 
@@ -401,7 +401,7 @@ def _largest_modules(layers: Layers, inside: Sequence[int], sizes: Sequence[int]
     return sorted(sorted(several, key=lambda c: (-sum(held[c]), c))[:SERIES])
 
 
-def _heatmap(layers: Layers, inside: Sequence[int], join: Join, head: tuple[str, str, str], unit: str) -> Section:
+def _heatmap(layers: Layers, inside: Sequence[int], join: Join, head: tuple[str, str, str], unit: str) -> PageSection:
     grid = layers.grid(join)
     used = [c for c in range(len(layers.modules)) if any(grid[i][c] is not None for i in inside)]
     rows = [layers.labels[i] for i in inside]
@@ -411,7 +411,7 @@ def _heatmap(layers: Layers, inside: Sequence[int], join: Join, head: tuple[str,
 
 def _map(
     id_: str, title: str, said: str, rows: list[str], columns: list[str], values: list[Values], unit: str
-) -> Section:
+) -> PageSection:
     labels = {"row_label": "layer", "column_label": "module"}
     return _section(
         "heatmap", id_, title, said, rows=rows, columns=columns, **labels, values=values, unit=unit, log=True
@@ -421,7 +421,7 @@ def _map(
 # -- findings and changes
 
 
-def _findings(survey: Survey) -> Section:
+def _findings(survey: Survey) -> PageSection:
     words = {ERROR: "error", WARNING: "warning", INFO: "note"}
     found = []
     for f, more in folded(survey.check.findings):
@@ -433,7 +433,7 @@ def _findings(survey: Survey) -> Section:
     return _section("findings", "findings", "Findings", told, findings=found, checked=checked)
 
 
-def _changes(diff: DiffResult) -> Iterator[Section]:
+def _changes(diff: DiffResult) -> Iterator[PageSection]:
     other = resolved(diff.right.path).name or str(diff.right.path)
     if (drift := diff.drift) is not None:
         yield from _drift(drift, other)
@@ -453,13 +453,13 @@ def _changes(diff: DiffResult) -> Iterator[Section]:
         yield _table("changes", "Largest changes", [("Compared", "text"), ("Answer", "text")], [[how, "equal"]])
 
 
-def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> Section:
+def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> PageSection:
     said = f"The first {SHOWN} of {len(rows):,}; --diff --json has all." if len(rows) > SHOWN else ""
     titles = [{"title": name, "kind": kind} for name, kind in columns]
     return _section("table", id_, title, said, columns=titles, rows=rows[:SHOWN])
 
 
-def _drift(drift: Drift, other: str) -> Iterator[Section]:
+def _drift(drift: Drift, other: str) -> Iterator[PageSection]:
     """Relative change by layer and module; layers in their order, modules with the largest change first."""
     layers = list(dict.fromkeys(layer for layer, _ in drift.cells))
     layers = [layers[i] for i in natural_order(layers)]

@@ -102,28 +102,28 @@ def pages(layout: Layout, title: str, paints: Paints | None = None) -> list[str]
     d = Drawing(layout.world, paints or LIGHT, PAGE)
     blocks = _map(d, layout)
     for card in cards(layout):
-        head, *strips = [Block(46, partial(_heading, d, card)), *_strips(d, card)]
+        head, *strips = [PictureBlock(46, partial(_heading, d, card)), *_strips(d, card)]
         kinds = [b._replace(again=f"{card.title}, continued") for b in _kinds(d, card)]
-        blocks += [_together([head, *strips]), *kinds, Block(14, _nothing)]
-    sheets: list[list[Block]] = [[]]
+        blocks += [_together([head, *strips]), *kinds, PictureBlock(14, _nothing)]
+    sheets: list[list[PictureBlock]] = [[]]
     for block in blocks:
         if sheets[-1] and 84 + sum(b.height for b in sheets[-1]) + block.height > TALL - MARGIN:
-            sheets.append([Block(28, partial(_continued, d, block.again))] if block.again else [])
+            sheets.append([PictureBlock(28, partial(_continued, d, block.again))] if block.again else [])
         sheets[-1].append(block)
     out = []
     for number, sheet in enumerate(sheets, 1):
         of = f"page {number} of {len(sheets)}" if len(sheets) > 1 else ""
         below = f"{count(layout.world, 'rank')}: {layout.mesh}" + (f", {of}" if of else "")
-        head = Block(56, partial(_title, d, title, below))
+        head = PictureBlock(56, partial(_title, d, title, below))
         out.append(d.document([head, *sheet], f"{title}{', ' if of else ''}{of}", whole=True))
     return out
 
 
-def _figure(d: Drawing, title: str, caption: str, blocks: list[Block], more: str = "") -> Figure:
+def _figure(d: Drawing, title: str, caption: str, blocks: list[PictureBlock], more: str = "") -> Figure:
     return Figure(title, caption, d.document(blocks, f"{title}. {caption}{more}"))
 
 
-class Block(NamedTuple):
+class PictureBlock(NamedTuple):
     """What stays together on a page."""
 
     height: float
@@ -137,13 +137,13 @@ def _nothing(_: float) -> None:
     """A gap."""
 
 
-def _together(blocks: Sequence[Block]) -> Block:
+def _together(blocks: Sequence[PictureBlock]) -> PictureBlock:
     def draw(y: float) -> None:
         for b in blocks:
             b.draw(y)
             y += b.height
 
-    return Block(sum(b.height for b in blocks), draw)
+    return PictureBlock(sum(b.height for b in blocks), draw)
 
 
 def text_width(content: str, size: float) -> float:
@@ -213,7 +213,7 @@ class Drawing:
             return f"rank-{owners[0]}"
         return f"tint-{8 * owners[0] // self.world}"
 
-    def document(self, blocks: Sequence[Block], label: str, *, whole: bool = False) -> str:
+    def document(self, blocks: Sequence[PictureBlock], label: str, *, whole: bool = False) -> str:
         """An ``<svg>`` element; a ``whole`` document has margins and a ground."""
         self.parts.clear()
         y: float = self.margin
@@ -256,7 +256,7 @@ def _names(card: Card) -> str:
     return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
 
 
-def _map(d: Drawing, layout: Layout) -> list[Block]:
+def _map(d: Drawing, layout: Layout) -> list[PictureBlock]:
     """The ranks with their bytes: a row for the ranks of a stage, or for sixteen of them."""
     strips = folded_strips(stage_strips(layout), MOST_STRIPS)
     said = {s.ranks: _bytes(layout, s.ranks) for s in strips}
@@ -265,19 +265,19 @@ def _map(d: Drawing, layout: Layout) -> list[Block]:
     out = []
     for strip in strips:
         if strip.folds:
-            out.append(Block(24, partial(_more, d, strip, f", {ranks_named(strip.ranks)}, {said[strip.ranks]}")))
+            out.append(PictureBlock(24, partial(_more, d, strip, f", {ranks_named(strip.ranks)}, {said[strip.ranks]}")))
             continue
         rows = [strip.cells[i : i + PER_ROW] for i in range(0, len(strip.cells), PER_ROW)]
         columns = PER_ROW if 1 < len(rows) <= MOST_ROWS else 0
         for row in rows if columns else [strip.cells]:
             frame = Frame(left, d.room - left - aside, columns)
             label = strip.label if row is rows[0] or not columns else ""
-            out.append(Block(BAR + 3, partial(bar, d, row, frame, label)))
+            out.append(PictureBlock(BAR + 3, partial(bar, d, row, frame, label)))
         if aside:
             out[-1] = _beside(d, out[-1], said[strip.ranks], aside - 14)
         else:
-            out.append(Block(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
-    return [*out, Block(14, _nothing)]
+            out.append(PictureBlock(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
+    return [*out, PictureBlock(14, _nothing)]
 
 
 def _bytes(layout: Layout, owners: Ranks) -> str:
@@ -293,12 +293,12 @@ def _below(d: Drawing, said: str, y: float) -> None:
     d.text(d.margin, y + 12, said, 11, look="f", room=d.room)
 
 
-def _beside(d: Drawing, block: Block, said: str, width: float) -> Block:
+def _beside(d: Drawing, block: PictureBlock, said: str, width: float) -> PictureBlock:
     def draw(y: float) -> None:
         block.draw(y)
         d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
 
-    return Block(block.height, draw)
+    return PictureBlock(block.height, draw)
 
 
 def _left(d: Drawing, strips: Sequence[Strip]) -> float:
@@ -307,7 +307,7 @@ def _left(d: Drawing, strips: Sequence[Strip]) -> float:
     return min(widest + 12, d.room * 0.36) if widest else 0.0
 
 
-def _strips(d: Drawing, card: Card) -> list[Block]:
+def _strips(d: Drawing, card: Card) -> list[PictureBlock]:
     """The strips of a card, below each other, and how the matrix is cut left of them."""
     shown = folded_strips(card.strips, MOST_STRIPS)
     drawn = [s for s in shown if not s.folds]
@@ -319,24 +319,24 @@ def _strips(d: Drawing, card: Card) -> list[Block]:
     out = []
     for strip, below in zip(shown, [*shown[1:], None], strict=True):
         if strip.folds:
-            out.append(Block(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
+            out.append(PictureBlock(24, partial(_more, d, strip, f" on {ranks_named(strip.ranks)}")))
             continue
         by_word = any(c.word for c in strip.cells)
         last = below is None or [c.span for c in below.cells] != [c.span for c in strip.cells]
         noted = by_word or (bool(card.axes) and card.same_edges and last)
-        block = Block(BAR + (19 if noted else 4), partial(bar, d, strip.cells, frame, strip.label, noted=noted))
+        block = PictureBlock(BAR + (19 if noted else 4), partial(bar, d, strip.cells, frame, strip.label, noted=noted))
         here = next((h for h in padded if set(h.padded) <= set(strip.ranks)), None)
         block = _with_padding(d, block, here) if here else block
         out.append(_with_glyph(d, block, card.axes[0], len(drawn[0].cells)) if aside and not out else block)
-    return [*out, Block(6, _nothing)]
+    return [*out, PictureBlock(6, _nothing)]
 
 
-def _with_padding(d: Drawing, block: Block, padded: Holding) -> Block:
+def _with_padding(d: Drawing, block: PictureBlock, padded: Holding) -> PictureBlock:
     def draw(y: float) -> None:
         block.draw(y)
         padding(d, padded, y)
 
-    return Block(block.height, draw)
+    return PictureBlock(block.height, draw)
 
 
 def padding(d: Drawing, padded: Holding, y: float) -> None:
@@ -346,12 +346,12 @@ def padding(d: Drawing, padded: Holding, y: float) -> None:
     d.text(x + PAD / 2, y + BAR / 2 + 4, "pad", 10, look="fm")
 
 
-def _with_glyph(d: Drawing, block: Block, axis: int, parts: int) -> Block:
+def _with_glyph(d: Drawing, block: PictureBlock, axis: int, parts: int) -> PictureBlock:
     def draw(y: float) -> None:
         block.draw(y)
         d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
 
-    return Block(block.height, draw)
+    return PictureBlock(block.height, draw)
 
 
 def _more(d: Drawing, strip: Strip, tail: str, y: float) -> None:
@@ -430,7 +430,7 @@ def _who(d: Drawing, cell: Cell, *, named: bool) -> str:
     return ranks_named(cell.ranks) if named else ranks_short(cell.ranks)
 
 
-def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[Block]:
+def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[PictureBlock]:
     """What is cut so: a line for each parameter, with all that is saved of it, or two where one would be too long."""
     together: dict[tuple[object, ...], list[Holding]] = {}
     for h in card.kinds:
@@ -441,10 +441,10 @@ def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[Block]:
     one_line = names + max(text_width(said, 12) for _, said in shown) <= d.room
     for name, said in shown:
         lines_below = 0 if one_line else 1 + (text_width(said, 11) > d.room - 14)
-        yield Block(18 + 15 * lines_below, partial(_kind, d, name, said, names if one_line else 0.0))
+        yield PictureBlock(18 + 15 * lines_below, partial(_kind, d, name, said, names if one_line else 0.0))
     if len(shown) < len(lines):
         said = f"and {count(len(lines) - len(shown), 'more kind', 'more kinds')}"
-        yield Block(18, partial(_kind, d, "", said, 0.0))
+        yield PictureBlock(18, partial(_kind, d, "", said, 0.0))
 
 
 def _details(same: Sequence[Holding]) -> str:

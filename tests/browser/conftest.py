@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.report.page import render
-from ckpttool.report.page.document import Document
+from ckpttool.report.page.document import ReportPage
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -47,7 +47,7 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Opened]:
     said: list[str] = []
     contexts = []
 
-    def opened(document: Document | str, *, width: int = 1280, dark: bool = False, script: bool = True) -> Page:
+    def opened(document: ReportPage | str, *, width: int = 1280, dark: bool = False, script: bool = True) -> Page:
         context = browser.new_context(
             viewport={"width": width, "height": 900},
             color_scheme="dark" if dark else "light",

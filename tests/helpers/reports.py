@@ -6,7 +6,7 @@ from math import erf, prod
 
 import numpy as np
 
-from ckpttool.report.page.document import Column, Document, Section, Tensors
+from ckpttool.report.page.document import Column, PageSection, PageTensors, ReportPage
 
 HOSTILE = (
     "<script>window.broken = 1</script>",
@@ -47,7 +47,7 @@ def shape_of(name: str) -> tuple[int, ...]:
     return (128, 2048) if name.endswith("mlp.gate.weight") else (2048, 2048)
 
 
-def tensors_of(names: list[str], *, stats: bool = True, seed: int = 0) -> Tensors:
+def tensors_of(names: list[str], *, stats: bool = True, seed: int = 0) -> PageTensors:
     """Columns as a checkpoint with these names would have, and statistics as trained weights have."""
     rng = np.random.default_rng(seed)
     n = len(names)
@@ -99,11 +99,11 @@ def _histograms(
     return [list(map(int, row)) for row in counts]
 
 
-def large(n: int = 100_000) -> Document:
+def large(n: int = 100_000) -> ReportPage:
     """As many tensors as the largest open models have, with statistics and histograms."""
     layers = 61
     names = names_of(layers, n // layers // 3 + 1)[:n]
-    sections: list[Section] = [
+    sections: list[PageSection] = [
         {"id": "sizes", "title": "Sizes", "kind": "treemap"},
         {"id": "tensors", "title": "Tensors", "kind": "tensors"},
     ]
@@ -125,7 +125,7 @@ PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" width="720" height="120" vi
 <text x="10" y="20" font-size="13" fill="var(--ck-ink, #1f2933)">rank 0 &amp; rank 1</text></svg>"""
 
 
-def sections() -> list[Section]:
+def sections() -> list[PageSection]:
     """One of every kind."""
     layers = [f"layers.{i}" for i in range(12)]
     modules = ["input_layernorm", "mlp.experts.down_proj", "mlp.experts.up_proj", "self_attn.q_proj"]
@@ -198,7 +198,7 @@ def sections() -> list[Section]:
     ]
 
 
-def sample(names: list[str] | None = None) -> Document:
+def sample(names: list[str] | None = None) -> ReportPage:
     """All kinds of sections, about a small model."""
     return {
         "schema": "ckpttool.report/1",

@@ -12,7 +12,7 @@ import pytest
 
 from ckpttool.execute import NoProgress
 from ckpttool.report import bars as module
-from ckpttool.report.bars import Bar, Lines, progress
+from ckpttool.report.bars import ProgressLines, TerminalBar, progress
 from tests.helpers.command import ckpttool
 
 
@@ -38,11 +38,11 @@ class Terminal:
 
 def test_chooses_by_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal(tty=True))
-    assert isinstance(progress(quiet=False), Bar)
+    assert isinstance(progress(quiet=False), TerminalBar)
     assert isinstance(progress(quiet=True), NoProgress)
-    assert isinstance(progress(quiet=False, label="part 3 of 8"), Lines)
+    assert isinstance(progress(quiet=False, label="part 3 of 8"), ProgressLines)
     monkeypatch.setattr(sys, "stderr", Terminal(tty=False))
-    assert isinstance(progress(quiet=False), Lines)
+    assert isinstance(progress(quiet=False), ProgressLines)
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With percent, rate and the time that is left; none for what takes less, and none for each file."""
     terminal, clock = Terminal(tty=False), Clock(monkeypatch)
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines = Lines()
+    lines = ProgressLines()
     lines.start(4_000_000_000, 2)
     lines.phase("write", 4_000_000_000, 0)
     for _ in range(200):
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     for label in ("", "part 3 of 8"):
         terminal.written = ""
-        lines = Lines(label)
+        lines = ProgressLines(label)
         lines.start(10_000_000_000, 1)
         lines.phase("write", 10_000_000_000, 8_000_000_000)
         clock.now += 10.5
@@ -97,7 +97,7 @@ def test_the_rate_is_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that stands still for a moment changes the estimate a little; a new pace shows after half a minute."""
     terminal, clock = Terminal(tty=False), Clock(monkeypatch)
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines = Lines()
+    lines = ProgressLines()
     lines.phase("write", 10_000, 0)
     rates = []
     for pace in [100] * 4 + [0, 200] + [20] * 4:
@@ -112,7 +112,7 @@ def test_the_rate_is_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, clock = Terminal(tty=False), Clock(monkeypatch)
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines = Lines()
+    lines = ProgressLines()
     lines.start(0, 0)
     clock.now += 11
     lines.advance(0)
@@ -133,7 +133,7 @@ def test_the_bar_is_drawn_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) ->
     clock = Clock(monkeypatch)
     monkeypatch.setattr(Progress, "refresh", lambda self: drawn.append((clock.now, self.tasks[0].completed)))
     monkeypatch.setattr(sys, "stderr", Terminal(tty=True))
-    bar = Bar()
+    bar = TerminalBar()
     bar.start(1000, 1)
     for _ in range(1000):
         clock.now += 0.01
@@ -153,7 +153,7 @@ def test_the_bar_fits_a_line(monkeypatch: pytest.MonkeyPatch, columns: int) -> N
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = Bar()
+    bar = TerminalBar()
     bar.phase("write", 688_570_000_000, 100_000_000_000)
     clock.now += 2
     bar.advance(1_234_560_000)
@@ -173,7 +173,7 @@ def test_the_bar_leaves_a_clean_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(module, "PATIENCE_S", 0)
     monkeypatch.setenv("TERM", "xterm")
-    bar = Bar()
+    bar = TerminalBar()
     bar.start(1000, 1)
     bar.advance(500)
     bar.note("a [bold] note")
@@ -198,7 +198,7 @@ def test_a_terminal_that_goes_away_ends_the_bar_and_not_the_run(monkeypatch: pyt
         tries.append(text)
         raise OSError(errno.EIO, "Input/output error")
 
-    bar = Bar()
+    bar = TerminalBar()
     bar.start(1000, 1)
     bar.advance(100)
     assert terminal.written
@@ -219,7 +219,7 @@ def test_a_quick_run_shows_no_bar_and_loads_no_rich(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal(tty=True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    bar = Bar()
+    bar = TerminalBar()
     bar.start(10, 1)
     bar.advance(10)
     bar.note("said")

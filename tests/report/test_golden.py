@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.ops import doctor
-from ckpttool.report.page import Document
+from ckpttool.report.page import ReportPage
 from ckpttool.version import __version__
 from tests.helpers.command import ckpttool
 
@@ -153,7 +153,7 @@ def run(words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copytree(made, folder / "made")
     monkeypatch.chdir(folder)
     done = ckpttool(*words.split())
-    return done.code, *(normal(text, folder) for text in (done.out, done.err))
+    return done.code, normal(done.out, folder), normal(done.err, folder)
 
 
 _VARIES = (
@@ -193,8 +193,7 @@ def test_json(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", CASES)
 def test_text(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(CASES[name], made, tmp_path / "pipe", monkeypatch)
-    for name_of in ("text.on_terminal", "doctor.on_terminal"):
-        monkeypatch.setattr(f"ckpttool.report.{name_of}", lambda: True)
+    monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
     _, drawn, said = run(CASES[name], made, tmp_path / "terminal", monkeypatch)
     parts = {"pipe": out, "messages": err, "terminal": drawn, "messages of the terminal": "" if said == err else said}
     text = "\n".join(f"==== {title}\n{part}" for title, part in parts.items() if part)
@@ -202,8 +201,13 @@ def test_text(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_report_of_a_merge(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Document] = []
-    monkeypatch.setattr("ckpttool.report.merged.render", lambda document: shown.append(document) or "<!doctype html>")
+    shown: list[ReportPage] = []
+
+    def render(page: ReportPage) -> str:
+        shown.append(page)
+        return "<!doctype html>"
+
+    monkeypatch.setattr("ckpttool.report.merged.render", render)
     words = f"merge {' '.join(MODELS)} -o out --base {BASE} --method ties --weights 1,0.5 --report page.html"
     run(words, made, tmp_path / "here", monkeypatch)
     # The last digits of sums of floats are the machine's.

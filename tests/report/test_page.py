@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpttool.report.page import render
-from ckpttool.report.page.document import Column, Document
+from ckpttool.report.page.document import Column, ReportPage
 from ckpttool.report.page.svg import tree
 from tests.helpers.reports import HOSTILE, PICTURE, names_of, sample, tensors_of
 
@@ -63,7 +63,7 @@ def unpacked(page: str, column: str) -> list[Any]:
     return [special[e] if e in special else float(f"{m}e{e}") for m, e in zip(mantissas, exponents, strict=True)]
 
 
-def document_of(*columns: Column, names: list[str]) -> Document:
+def document_of(*columns: Column, names: list[str]) -> ReportPage:
     return {**sample(), "sections": [], "tensors": {"names": names, "columns": columns}}
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.helpers.command import ckpttool
 
@@ -106,3 +108,13 @@ def test_notes_go_to_stderr_and_not_when_quiet(tmp_path: Path) -> None:
     assert (quiet.out, quiet.err) == ("", "")
     noted = json.loads(ckpttool("reshard", FIXTURE, tmp_path / "c", "--tp-out", 2, "--json").out)["notes"]
     assert [f"note: {n}" for n in noted] == [line for line in loud.err.splitlines() if line.startswith("note: ")]
+
+
+def test_a_part_writes_what_its_dry_run_says(tmp_path: Path) -> None:
+    """Archives of torch have checksums, so that a large tensor is one task; without a manifest, too."""
+    src = tmp_path / "large.safetensors"
+    save_file({"model.a.weight": np.zeros((1024, 600), np.float32), "model.b.weight": np.zeros(64, np.float32)}, src)
+    for part in ("1/2", "2/2"):
+        words = ["reshard", src, tmp_path / "out", "--to", "torch-bin", "--part", part, "--json"]
+        planned, done = (json.loads(ckpttool(*words, *more).out) for more in (["--dry-run"], []))
+        assert 0 <= done["bytes_written"] - planned["part_bytes"] < 20_000  # and what is not tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckpttool.answers.by_layer import Row, by_layer, largest, norm, relative, share, smallest, total
+from ckpttool.answers.by_layer import LayerRow, by_layer, largest, norm, relative, share, smallest, total
 
 NAMES = [
     "lm_head.weight",
@@ -18,7 +18,7 @@ NAMES = [
 
 def test_rows_are_layers_in_order_and_experts_are_one_module() -> None:
     found = by_layer(NAMES)
-    assert found.rows == (Row("", None), Row("model.layers", 2), Row("model.layers", 10))
+    assert found.rows == (LayerRow("", None), LayerRow("model.layers", 2), LayerRow("model.layers", 10))
     assert found.labels == ("outside layers", "layer 2", "layer 10")
     modules = ("lm_head", "model.embed_tokens", "mlp.up_proj", "mlp.experts.up_proj", "mlp.up_proj.bias")
     assert found.modules == modules

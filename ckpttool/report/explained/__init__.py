@@ -10,8 +10,10 @@ import re
 import textwrap
 from pathlib import Path
 
+from ckpttool.answers.document import Document, Paragraph, PerMedium
 from ckpttool.answers.findings import SEVERITY
 from ckpttool.errors import UsageError
+from ckpttool.report.tables import width
 
 _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")
@@ -24,6 +26,18 @@ PAGES = {
 """Where docs/ has each."""
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _WORDS = ("severity", "meaning", "what to do")
+
+
+def document(name: str) -> Document:
+    """What a class of errors or a finding means; the names of all where ``name`` is "". Raises UsageError."""
+
+    def text(columns: int = 0) -> str:
+        return (explain(name, columns) if name else listed(columns)).removesuffix("\n")
+
+    def json() -> dict[str, str | None]:
+        return {"schema": "ckpttool.explain/1", "name": name or None, "text": text() + "\n"}
+
+    return Document(json, lambda: [PerMedium(lambda: [Paragraph(text(width()))], lambda: [Paragraph(text())])])
 
 
 def page(name: str) -> str:
@@ -94,7 +108,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def plain_text(markdown: str, columns: int = 0) -> str:
-    """A page for a terminal: no marks of Markdown, blocks indented, links by their words, paragraphs broken anew."""
+    """A page for a terminal: no marks of Markdown, blocks indented, links as their words, paragraphs refilled."""
     out: list[str] = []
     for number, part in enumerate(re.split(r"^```.*\n", markdown.partition("\n**Next:**")[0], flags=re.MULTILINE)):
         if number % 2:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import plain
-from ckpttool.report.page.document import SCHEMA, Document
+from ckpttool.report.page.document import SCHEMA, ReportPage
 from ckpttool.report.page.pack import Pool, pack
 from ckpttool.report.page.svg import tree
 from ckpttool.report.svg import variables
 
-__all__ = ["BEGINS", "SCHEMA", "Document", "render"]
+__all__ = ["BEGINS", "SCHEMA", "ReportPage", "render"]
 
 BEGINS = "<!doctype html>"
 """Every page."""
@@ -32,7 +32,7 @@ SCRIPT = ("base", "data", "charts", "treemap", "tensors", "main")
 """The parts of the script, in their order; a new kind of section is a function in one of them and a line in main."""
 
 
-def render(document: Document) -> str:
+def render(document: ReportPage) -> str:
     """The page, as text in UTF-8. The same document gives the same page.
 
     Raises ValueError for a document that breaks its contract: columns of different lengths, a picture that is more than
@@ -78,7 +78,7 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _payload(document: Document) -> bytes:
+def _payload(document: ReportPage) -> bytes:
     """Deflated: the length of the JSON in four bytes, the JSON, and the bytes that it refers to."""
     pool = Pool()
     tensors = document.get("tensors")

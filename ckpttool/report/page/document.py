@@ -8,12 +8,12 @@ Texts are one line unless it says otherwise. A number may be None (unknown), NaN
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 SCHEMA = "ckpttool.report/1"
 
 Number = int | float | None
-Cell = str | int | float | bool | None
+PageCell = str | int | float | bool | None
 Kind = Literal["text", "code", "shape", "bytes", "count", "number", "share"]
 """How a value is shown: plain text; a name (monospaced); a list of sizes as `2 x 3`; bytes as `1.20 GB`; a whole number
 with separators; a number of any size with a few significant digits; a share of 1 as a percentage."""
@@ -37,7 +37,7 @@ class Column(TypedDict):
     """A sentence that explains the column."""
 
 
-class Tensors(TypedDict):
+class PageTensors(TypedDict):
     """All tensors, as columns."""
 
     names: Sequence[str]
@@ -52,7 +52,7 @@ class Tensors(TypedDict):
     highest, or of 1/7 when there are more than 20,000 tensors."""
 
 
-class _Section(TypedDict):
+class _PageSection(TypedDict):
     id: str
     """Of lowercase letters, digits and `-`, once in a document: the address of the section is `#id`."""
     title: str
@@ -60,13 +60,13 @@ class _Section(TypedDict):
     """A paragraph or, with blank lines between, several that explain what is shown."""
 
 
-class Treemap(_Section):
+class Treemap(_PageSection):
     """Sizes as areas, of the columns `bytes`, `dtype`, `component` and of the names. Needs `tensors`."""
 
     kind: Literal["treemap"]
 
 
-class TensorTable(_Section):
+class TensorsSection(_PageSection):
     """The table of tensors. Needs `tensors`; once in a document."""
 
     kind: Literal["tensors"]
@@ -83,7 +83,7 @@ class Picture(TypedDict):
     images or foreign objects, which `render` refuses. Colours are `var(--ck-NAME, #fallback)`; see page.css."""
 
 
-class Figures(_Section):
+class Figures(_PageSection):
     """Pictures."""
 
     kind: Literal["figures"]
@@ -98,7 +98,7 @@ class Series(TypedDict):
     """As many as there are x; None is a gap."""
 
 
-class Lines(_Section):
+class LineChart(_PageSection):
     """A line chart."""
 
     kind: Literal["lines"]
@@ -110,7 +110,7 @@ class Lines(_Section):
     series: Sequence[Series]
 
 
-class Heatmap(_Section):
+class Heatmap(_PageSection):
     """Numbers as colours."""
 
     kind: Literal["heatmap"]
@@ -127,7 +127,7 @@ class Heatmap(_Section):
     """How numbers are shown; `number` if it is not given."""
 
 
-class Bars(_Section):
+class BarChart(_PageSection):
     """One bar for each label, from zero."""
 
     kind: Literal["bars"]
@@ -148,15 +148,15 @@ class TableColumn(TypedDict):
     """`text` if it is not given."""
 
 
-class Table(_Section):
+class PageTable(_PageSection):
     """A small table: all of its rows are in the page. It is folded behind its first 25 rows."""
 
     kind: Literal["table"]
     columns: Sequence[TableColumn]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[PageCell]]
 
 
-class Found(TypedDict):
+class PageFinding(TypedDict):
     """One finding of a check."""
 
     id: str
@@ -166,19 +166,25 @@ class Found(TypedDict):
     hint: NotRequired[str | None]
 
 
-class Findings(_Section):
+class PageFindings(_PageSection):
     """What a check found."""
 
     kind: Literal["findings"]
-    findings: Sequence[Found]
-    checked: Mapping[str, Cell]
+    findings: Sequence[PageFinding]
+    checked: Mapping[str, PageCell]
     """What was looked at, and how many of it: `{"files": 3, "tensors": 291}`."""
 
 
-Section = Treemap | TensorTable | Figures | Lines | Heatmap | Bars | Table | Findings
+PageSection = Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | PageTable | PageFindings
 
 
-class Document(TypedDict):
+def section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
+    """A section of any kind; ``said`` is the text above it, and ``rest`` what its class above needs."""
+    about = {"id": id_, "title": title, "kind": kind, **({"text": said} if said else {})}
+    return cast("PageSection", about | rest)
+
+
+class ReportPage(TypedDict):
     """A report."""
 
     schema: Literal["ckpttool.report/1"]
@@ -187,5 +193,5 @@ class Document(TypedDict):
     facts: Sequence[Sequence[str]]
     """(label, text), shown as tiles above the sections: the most important ones first, texts of a few words."""
     notes: Sequence[str]
-    sections: Sequence[Section]
-    tensors: NotRequired[Tensors]
+    sections: Sequence[PageSection]
+    tensors: NotRequired[PageTensors]

@@ -5,7 +5,7 @@ become templates and numbers. Numbers are stored in decimal, as a whole number o
 ten. Whole numbers are split into planes, all lowest bytes first: bytes that are alike stand together, which is what
 deflate needs to find them. Where differences between neighbours deflate better (offsets), those are stored.
 
-page.js reads this; nobody else does. All integers are little-endian.
+The script of the page reads this. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpttool.core.tensor_names import SLOT, locate, templates
 from ckpttool.errors import plain
 
 if TYPE_CHECKING:
-    from ckpttool.report.page.document import Column, Tensors
+    from ckpttool.report.page.document import Column, PageTensors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -70,7 +70,7 @@ def _planes(values: Array) -> bytes:
     return values.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T.tobytes()
 
 
-def pack(tensors: Tensors, pool: Pool) -> dict[str, Any]:
+def pack(tensors: PageTensors, pool: Pool) -> dict[str, Any]:
     """What page.js makes names, columns and histograms of. The bytes go to ``pool``."""
     names = [plain(name) for name in tensors["names"]]
     _, digits, levels = next(f for f in _FIDELITY if len(names) <= f[0])
