@@ -82,16 +82,11 @@ def share_of(plan: Plan, run: RunOptions) -> dict[str, int]:
     """For JSON, what this process would do of a plan, where it does one part of it."""
     if run.member is None:
         return {}
-    from ckpttool.execute.machines.shares import cut
-    from ckpttool.execute.schedule import schedule
+    from ckpttool.execute.tasks import bytes_of_part
 
-    tasks = schedule(plan, ["manifest"] * run.manifest)
-    own = cut(plan, tasks, run.member.of)[run.member.number - 1]
-    return {
-        "part": run.member.number,
-        "of": run.member.of,
-        "part_bytes": sum([p.nbytes for t in own for p in tasks[t].parts]),
-    }
+    member = run.member
+    nbytes = bytes_of_part(plan, member, manifest=run.manifest)
+    return {"part": member.number, "of": member.of, "part_bytes": nbytes}
 
 
 def share_line(plan: Plan, run: RunOptions) -> str:
