@@ -232,7 +232,7 @@ class Conversion(Plan):
 
     __slots__ = ("conversion", "dst")
 
-    def __init__(self, conversion: _convert.Conversion, dst: Place) -> None:
+    def __init__(self, conversion: _convert.PreparedConversion, dst: Place) -> None:
         self.conversion = conversion
         self.dst = dst
         """Where it will go; its name is in the plan."""

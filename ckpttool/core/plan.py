@@ -98,7 +98,7 @@ class AssertPadding(NamedTuple):
 # -- computed tensors
 
 
-class Stored(NamedTuple):
+class StoredOperand(NamedTuple):
     """An operand as it lies in files."""
 
     dtype: str
@@ -112,15 +112,15 @@ class Stored(NamedTuple):
 class Scaled(NamedTuple):
     """A quantised weight and its scales: element = code * scale of its block (* factor)."""
 
-    weight: Stored
+    weight: StoredOperand
     """The codes. Two 4-bit codes lie in a byte, the first in the low half; its dtype is U8 then."""
-    scale: Stored
+    scale: StoredOperand
     """One scale per block, row-major over the grid of blocks."""
     block: tuple[int, ...]
     """Elements per scale along each axis of the weight."""
     code: str = ""
     """dtype of a code where that of ``weight`` is another: F4 in bytes, F8_E4M3 in I8."""
-    factor: Stored | None = None
+    factor: StoredOperand | None = None
     """One number for the whole weight, by which all elements are multiplied besides."""
     divides: bool = False
     """They are divided by the factor."""
@@ -129,9 +129,9 @@ class Scaled(NamedTuple):
 class LowRank(NamedTuple):
     """``factor * up @ down``, added to a box of a matrix. Both factors are 2-D."""
 
-    up: Stored
+    up: StoredOperand
     """[rows, rank]"""
-    down: Stored
+    down: StoredOperand
     """[rank, columns]"""
     factor: float
     row: int = 0
@@ -150,7 +150,7 @@ class Adapted(NamedTuple):
     dtype: str
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows ``[start, stop)`` of the result are rows ``first, first + 1, ...`` of operand ``source``; zeros if -1."""
 
     start: int
@@ -164,13 +164,13 @@ class Gathered(NamedTuple):
 
     sources: tuple[Operand, ...]
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     """Sorted, together all rows but those in ``means``."""
     means: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """(row, ((source, its row), ...)): the row is the mean of others."""
 
 
-Operand = Stored | Scaled | Adapted | Gathered
+Operand = StoredOperand | Scaled | Adapted | Gathered
 
 
 def shape_of(operand: Operand) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ Step = Copy | Fill | AssertEqual | AssertPadding | Compute | Quantize
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file that is read, as it was when the plan was made; a change in between is an error."""
 
     path: str
@@ -311,7 +311,7 @@ class Output:
             raise ConflictError(f"`{self.name}` is not a name of a file in the destination", where=self.carried or ())
 
 
-class Target(NamedTuple):
+class WrittenTensor(NamedTuple):
     """Where one stored tensor of the output lies; what a manifest lists."""
 
     name: str
@@ -325,7 +325,7 @@ class Unit(NamedTuple):
 
     name: str
     steps: tuple[Step, ...]
-    stored_tensors: tuple[Target, ...] = ()
+    stored_tensors: tuple[WrittenTensor, ...] = ()
     """Stored tensors that this unit, and no other, writes completely."""
 
     @property
@@ -454,12 +454,12 @@ class Units(Sequence[Unit]):
                     known[key] = found
             yield found
 
-    def stored_tensors(self, at: int) -> tuple[Target, ...]:
+    def stored_tensors(self, at: int) -> tuple[WrittenTensor, ...]:
         """Of one unit, without its steps."""
         _, labels, numbers = self._packed[at]
         ends = range(1 + STEP * numbers[0], len(numbers), TARGET)
         names = (labels,) * len(ends) if isinstance(labels, str) else labels
-        return tuple([Target(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)])
+        return tuple([WrittenTensor(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)])
 
     @property
     def forms(self) -> Sequence[Step]:
@@ -565,7 +565,7 @@ class Randomness(NamedTuple):
 class Plan:
     """All steps; ``notes`` are sentences for the report (what was inferred, derived or dropped)."""
 
-    sources: list[Source]
+    sources: list[SourceFile]
     outputs: list[Output]
     units: Sequence[Unit]
     """``Units`` where they are many."""

@@ -18,7 +18,18 @@ from math import prod
 from typing import NamedTuple, overload
 
 from ckpttool.core.dtypes import lookup
-from ckpttool.core.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
+from ckpttool.core.plan import (
+    AssertEqual,
+    AssertPadding,
+    Compute,
+    Copy,
+    Fill,
+    Gathered,
+    Plan,
+    Quantize,
+    Unit,
+    WrittenTensor,
+)
 from ckpttool.execute.compute import part_elements, parts_of
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.moves import Item, RowBlock, TransposeTile, arrange, divide, item_bytes, item_files
@@ -64,7 +75,7 @@ class Task:
     """Parts that one worker does, in order."""
 
     parts: list[Part]
-    targets: list[tuple[str, Target]] = field(default_factory=list)
+    targets: list[tuple[str, WrittenTensor]] = field(default_factory=list)
     """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
     computing: int = -1
     """Unit with computed tensors, all of whose parts these are; -1 otherwise."""
@@ -247,7 +258,7 @@ def sum_key(unit: int, target: int, algorithm: str) -> str:
     return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
 
 
-def _targets(stored: Sequence[Target], unit: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
+def _targets(stored: Sequence[WrittenTensor], unit: int, hashes: Sequence[str]) -> list[tuple[str, WrittenTensor]]:
     """What a unit, or a task of one, completes."""
     return [(sum_key(unit, t, h), target) for t, target in enumerate(stored) for h in hashes]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.core.files import Place
     from ckpttool.formats.paddle import Program
     from ckpttool.ops.convert_json.check import Repaired
-    from ckpttool.ops.convert_json.convert import Conversion, Converted
+    from ckpttool.ops.convert_json.convert import Converted, PreparedConversion
     from ckpttool.ops.convert_json.header import HeaderResult
     from ckpttool.ops.convert_json.index import IndexResult
 
@@ -63,7 +63,7 @@ _MOST = 5
 # -- conversion
 
 
-def _conversion(conversion: Conversion, dst: Place) -> dict[str, Any]:
+def _conversion(conversion: PreparedConversion, dst: Place) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "source": str(conversion.source),
@@ -78,7 +78,7 @@ def _conversion(conversion: Conversion, dst: Place) -> dict[str, Any]:
     }
 
 
-def show_conversion_plan(conversion: Conversion, dst: Place, *, as_json: bool, quiet: bool = False) -> None:
+def show_conversion_plan(conversion: PreparedConversion, dst: Place, *, as_json: bool, quiet: bool = False) -> None:
     """``--dry-run``: the files and the tensors with both of their names."""
     other = conversion.names if conversion.back else {n: p for p, n in conversion.names.items()}
     rows = []
@@ -100,7 +100,7 @@ def show_conversion_plan(conversion: Conversion, dst: Place, *, as_json: bool, q
     )
 
 
-def _summary(conversion: Conversion, dst: Place) -> str:
+def _summary(conversion: PreparedConversion, dst: Place) -> str:
     files = conversion.plan.outputs
     renamed = f", {len(conversion.names):,} renamed" if conversion.names else ""
     return (

@@ -10,7 +10,7 @@ from ckpttool.report.tables import width
 from ckpttool.report.text import dump, on_terminal, write
 
 if TYPE_CHECKING:
-    from ckpttool.ops.doctor import Health
+    from ckpttool.ops.doctor import MachineHealth
 
 SCHEMA = "ckpttool.doctor/1"
 _TITLES = {
@@ -22,7 +22,7 @@ _TITLES = {
 }
 
 
-def show_health(health: Health, *, as_json: bool, quiet: bool = False) -> None:
+def show_health(health: MachineHealth, *, as_json: bool, quiet: bool = False) -> None:
     """Everything by topic; with ``quiet`` only what is not ok."""
     if as_json:
         found = [{**p._asdict(), "hint": p.hint or None} for p in health.points]

@@ -15,10 +15,10 @@ from ckpttool.report.text import aligned, dump, pick, ranks, shape
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport
-    from ckpttool.ops.fp8_size.cache import Cache
-    from ckpttool.ops.fp8_size.resident import Ranks
-    from ckpttool.ops.fp8_size.stored import Row, Total
-    from ckpttool.ops.fp8_size.training import Training
+    from ckpttool.ops.fp8_size.cache import KvCache
+    from ckpttool.ops.fp8_size.resident import RankLoads
+    from ckpttool.ops.fp8_size.stored import OutputRow, Subtotal
+    from ckpttool.ops.fp8_size.training import TrainingSetup
 
 SCHEMA = "ckpttool.fp8-size/1"
 UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
@@ -101,7 +101,7 @@ def _verdict(report: SizeReport) -> list[str]:
     return ["\n".join(lines) + "\n"] if lines else []
 
 
-def _possible(found: Ranks) -> str:
+def _possible(found: RankLoads) -> str:
     """The ways to cut that would do."""
     works = ", ".join(map(str, found.works))
     hint = f"possible: --tp-out {works}" if works else "no other tp is possible"
@@ -147,7 +147,7 @@ def _table(report: SizeReport, by: str, units: Sequence[str]) -> str:
     )
 
 
-def _numbers(of: Total | Row, units: Sequence[str]) -> list[str]:
+def _numbers(of: Subtotal | OutputRow, units: Sequence[str]) -> list[str]:
     return [f"{of.parameters:,}", f"{of.elements:,}", *_amounts(of.nbytes, units)]
 
 
@@ -179,7 +179,7 @@ def _files(report: SizeReport, units: Sequence[str]) -> str:
     return _fitted(rows, right=range(1, len(rows[0])))
 
 
-def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
+def _ranks(report: SizeReport, found: RankLoads, units: Sequence[str]) -> list[str]:
     """Everything about ranks: whether they can be, what they hold, whether it fits."""
     out = []
     lines = [f"per rank: {found.mesh}"]
@@ -211,7 +211,7 @@ def _groups(rows: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]
     return out
 
 
-def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
+def _serving(report: SizeReport, found: RankLoads, units: Sequence[str]) -> str:
     cache = report.cache
     stages = [at.pp for at in found.mesh.all_coords()]
     used = [cache.used(s) if cache else 0 for s in stages]
@@ -226,7 +226,7 @@ def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
     return _fitted(table, right=range(1, len(header)))
 
 
-def _cache(c: Cache) -> str:
+def _cache(c: KvCache) -> str:
     what = "latents" if c.latent else "keys and values"
     if c.even:
         each = f"{c.per_layer:,} bytes a token and layer on a rank, {c.per_token:,} in all layers"
@@ -251,7 +251,7 @@ def _cache(c: Cache) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _training(t: Training, units: Sequence[str]) -> str:
+def _training(t: TrainingSetup, units: Sequence[str]) -> str:
     head = f"training: ZeRO-{t.zero}, dp {t.dp}"
     if t.expert_dp != t.dp:
         head += f" (experts {t.expert_dp})"
@@ -314,7 +314,7 @@ def to_json(report: SizeReport, by: str) -> dict[str, Any]:
 _TOTAL = "tensors parameters elements bytes=nbytes"
 
 
-def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
+def _ranks_json(report: SizeReport, found: RankLoads) -> dict[str, Any]:
     cache, training, fit = report.cache, report.training, report.fit
     held = _groups((w, at.pp) for w, at in zip(found.held, found.mesh.all_coords(), strict=False))
     groups = []

@@ -12,8 +12,8 @@ from ckpttool.core.dtypes import nbytes
 from ckpttool.core.tensor_names import printable
 from ckpttool.core.words import count, short
 from ckpttool.ops.merge.card import HEADS, recipe_text
-from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
-from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
+from ckpttool.ops.merge.distances import NUMBERS, Distances, ParentDistances
+from ckpttool.ops.merge.origins import TensorOrigin, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
 from ckpttool.report.page import BEGINS, Document, render
 from ckpttool.report.page.document import (
@@ -58,7 +58,7 @@ _HELP = {
 class _Names(dict[str, str]):
     """What the sources are called, by label."""
 
-    def of(self, parent: Parent) -> str:
+    def of(self, parent: ParentDistances) -> str:
         return self[parent.label] + " (base)" * parent.is_base
 
 
@@ -123,7 +123,7 @@ def _facts(result: MergeResult, distances: Distances, names: _Names) -> list[lis
     return facts
 
 
-def _origins(result: MergeResult, groups: Sequence[Group], names: _Names) -> Table:
+def _origins(result: MergeResult, groups: Sequence[TensorOrigin], names: _Names) -> Table:
     """The sources."""
     bases = {g.base for g in groups if g.base}
     rows: list[list[Cell]] = []
@@ -304,7 +304,7 @@ def _changes(distances: Distances, names: _Names) -> Table:
     }
 
 
-def _came_from(groups: Sequence[Group], names: _Names) -> Table:
+def _came_from(groups: Sequence[TensorOrigin], names: _Names) -> Table:
     rows: list[list[Cell]] = []
     for g in groups:
         sources = "; ".join(": ".join(filter(None, said)) for said in g.sources(names))

@@ -100,7 +100,7 @@ def _differ(ours: Statements, others: Statements) -> list[str]:
 
 
 @dataclass(slots=True)
-class Named:
+class OutputTensors:
     """The tensors of the output under their names."""
 
     views: TensorTable

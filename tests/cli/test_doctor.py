@@ -132,7 +132,7 @@ def test_a_terminal_is_not_overrun(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(show, "on_terminal", lambda: True)
     found = [doctor.Point("place", "space", "ok", "word " * 30), doctor.Point("python", "x", "wrong", "", "hint " * 30)]
-    show.show_health(doctor.Health(tmp_path, found), as_json=False)
+    show.show_health(doctor.MachineHealth(tmp_path, found), as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.count("word") for line in lines) == 30

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.cache import Kept, kept_layers
-from ckpttool.ops.fp8_size.model import Model
+from ckpttool.ops.fp8_size.model import SizedModel
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")
 """What --kv may say."""
@@ -30,8 +30,8 @@ LATENT, ROTARY = "latent", "rotary"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer keeps on a rank."""
+class CachedLayer:
+    """The cache of one layer on a rank, in bytes."""
 
     kind: str
     token: int
@@ -47,8 +47,8 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """What is kept on one rank of each pipeline stage."""
+class KvCache:
+    """The key-value cache on one rank of each pipeline stage."""
 
     dtype: str
     """One of ``KINDS``."""
@@ -58,7 +58,7 @@ class Cache:
     batch: int
     length: int
     """For which an engine reserves memory; 0 when not said."""
-    kept: tuple[tuple[Layer, ...], ...]
+    kept: tuple[tuple[CachedLayer, ...], ...]
     """By pipeline stage."""
 
     @property
@@ -131,7 +131,7 @@ class Cache:
         return self.reserved(stage) if self.length else self.used(stage)
 
 
-def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, length: int) -> Cache:
+def cache_of(model: SizedModel, dtype: str, mesh: Mesh, *, tokens: int, batch: int, length: int) -> KvCache:
     """The cache of a model; 0 tokens or length is "not said".
 
     Raises UsageError for a dtype that the model cannot have, UnsupportedError when family and config do not say what
@@ -148,9 +148,9 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     latent = any(LATENT in layer.tokens for layer in kept)
     if dtype == "fp8_ds_mla":
         _check_latents(model, kept)
-    layers = [Layer(n.kind, _bytes(n, dtype), n.window if n.tokens else 0, n.state) for n in kept]
+    layers = [CachedLayer(n.kind, _bytes(n, dtype), n.window if n.tokens else 0, n.state) for n in kept]
     stages = tuple(tuple(layers[i] for i in numbers) for numbers in mesh.stage_layers(len(layers)))
-    return Cache(dtype, latent, tokens, batch, length, stages)
+    return KvCache(dtype, latent, tokens, batch, length, stages)
 
 
 def _with_way_out(hint: str | None) -> str:
@@ -165,7 +165,7 @@ def _bytes(layer: Kept, dtype: str) -> int:
     return each * layer.attentions
 
 
-def _check_latents(model: Model, kept: list[Kept]) -> None:
+def _check_latents(model: SizedModel, kept: list[Kept]) -> None:
     """Raises UsageError for layers whose tokens vLLM's own format for latents cannot hold."""
     for layer in (n for n in kept if n.tokens):
         if LATENT not in layer.tokens:
