@@ -154,7 +154,7 @@ def _named(source: Source, opened: OpenOptions) -> str:
 
 
 def _numbers(weights: Any) -> str:
-    """Weights as the command line has them. Raises UsageError for what are no numbers."""
+    """Weights as the command line has them. Raises UsageError for what is not a number."""
     if weights is None:
         return ""
     found: list[float] = []

@@ -72,7 +72,7 @@ class AssertEqual(NamedTuple):
     what: str
     """Tensor name for the error."""
     b_dtype: str = ""
-    """Of ``b`` where it is another: its elements are rounded to ``dtype`` before they are compared."""
+    """Dtype of ``b`` where it differs: its elements are rounded to ``dtype`` before they are compared."""
     tied: str = ""
     """Name of the tensor of ``b`` where it is another one, which the config ties to this one."""
 
@@ -146,7 +146,7 @@ class Adapted(NamedTuple):
     weight: Operand
     terms: tuple[LowRank, ...]
     columns: int
-    """Of the matrix that the terms mean; the weight is that matrix row by row, whatever its shape."""
+    """Columns of the matrix that the terms mean; the weight is that matrix row by row, whatever its shape."""
     dtype: str
 
 
@@ -187,15 +187,15 @@ class Compute(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Of the result, which is worked out in float32."""
+    """Dtype of the result, which is computed in float32."""
     method: str
     """Name in ``ckpttool.kernels.merge.METHODS``."""
     models: tuple[Operand, ...]
     base: Operand | None
     parameters: tuple[tuple[tuple[str, float | int | bool], ...], ...]
-    """Of each model, sorted by name."""
+    """Parameters of each model, sorted by name."""
     whole: tuple[tuple[str, float | int | bool], ...]
-    """Of the merge, sorted by name."""
+    """Parameters of the merge, sorted by name."""
     base_at: int | None
     """Place of the base in the recipe's list of models."""
     finite: bool = True
@@ -294,7 +294,7 @@ class Output:
     link: bool = False
     """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
     tag: str = "0"
-    """Of the companion file when this plan was made."""
+    """Tag of the companion file when this plan was made."""
     checksums: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Byte at which a stored tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
     shared: Sequence[tuple[int, int, tuple[int, ...]]] = ()
@@ -360,7 +360,7 @@ STEP, TARGET = 5, 3
 
 
 class Units(Sequence[Unit]):
-    """The units of a plan, packed; a unit is made anew whenever it is asked for.
+    """The units of a plan, packed; a unit is made whenever it is asked for.
 
     A plan has a million steps of a few dozen forms; the form is what a step is, were it not for where its blocks begin.
     So a step is kept as five numbers: its form, and file and offset of its two blocks (zeros for one that it lacks).
@@ -438,7 +438,7 @@ class Units(Sequence[Unit]):
         return step if isinstance(step, Compute | Quantize) else None
 
     def measure(self) -> Iterator[Measure]:
-        """Of each unit. No unit is made for that."""
+        """Measure each unit, without making any."""
         costs = [_cost(step) for step in self._forms]
         known: dict[tuple[int, ...], Measure] = {}  # most units are one step, of few forms to few files
         for _, _, numbers in self._packed:
@@ -455,7 +455,7 @@ class Units(Sequence[Unit]):
             yield found
 
     def stored_tensors(self, at: int) -> tuple[WrittenTensor, ...]:
-        """Of one unit, without its steps."""
+        """The tensors that one unit writes, without its steps."""
         _, labels, numbers = self._packed[at]
         ends = range(1 + STEP * numbers[0], len(numbers), TARGET)
         names = (labels,) * len(ends) if isinstance(labels, str) else labels
@@ -463,7 +463,7 @@ class Units(Sequence[Unit]):
 
     @property
     def forms(self) -> Sequence[Step]:
-        """By their numbers: steps whose blocks begin at byte 0 of file 0."""
+        """Forms by their numbers: steps whose blocks begin at byte 0 of file 0."""
         return self._forms
 
     def packed_steps(self, at: int) -> array[int]:

@@ -53,7 +53,7 @@ class Sides:
     source: SentFiles
     written: SentFiles
     randomness: Randomness | None = None
-    """Of what is worked out once more."""
+    """Draws of what is recomputed."""
     total: int = 0
     """Tensors that were written, 0 where another side counts them."""
     carried: bool = False

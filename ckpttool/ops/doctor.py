@@ -40,7 +40,7 @@ EXTRAS = (
 """Modules, the extra that has each, and what it is for."""
 _VECTORS = ("avx512f", "avx2", "asimd")
 _LEAST_FREE = 64 << 20
-"""With less, no checkpoint can be written."""
+"""Bytes below which no checkpoint can be written."""
 _FEW_FILES = 1000
 _LITTLE_MEMORY = 1 << 30
 _FEW_DESCRIPTORS = 64

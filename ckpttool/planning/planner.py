@@ -93,7 +93,7 @@ class _PackedUnit:
         self.targets = array("q")
 
     def order(self, units: plan.Units) -> tuple[int, int, int]:
-        """By output file, then by where the bytes come from, so that sources are read forwards."""
+        """Sort key: output file, then where the bytes come from, so that sources are read forwards."""
         first = min(self.targets[:: plan.TARGET], default=0)
         if not self.steps:
             return (first, 0, 0)
@@ -112,7 +112,7 @@ class Operands:
     def __init__(self) -> None:
         self.used: dict[int, LogicalTensor] = {}
         self.tied: list[Tied] = []
-        """Of the views of the sources, those of which one was left out because it is tied to the other."""
+        """Pairs of source tensors of which one was left out because it is tied to the other."""
         self._units = plan.Units()
         self._moves = _Moves(self._units)
 
@@ -194,9 +194,9 @@ class _Moves:
         self._units = units
         self._whole: dict[tuple[str, int], int] = {}
         self._parts: dict[tuple[Any, ...], tuple[int, tuple[tuple[int, int, int, int], ...]]] = {}
-        """By all that decides them: elements, and (piece, form, byte in the stored tensor, byte in the rank's)."""
+        """Blocks by what decides them: elements and (piece, form, byte in the stored tensor, byte in the rank's)."""
         self._geometry: dict[int, tuple[LogicalTensor, int]] = {}
-        """Of tensors of several pieces: equal numbers for equal geometry. The tensor is kept because ids are reused."""
+        """Numbers of tensors of several pieces, equal for equal geometry. The tensor is kept because ids are reused."""
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._boxes: dict[int, object] = {}
         """Those of packed pieces, which tensors share; kept for the same reason."""

@@ -59,7 +59,7 @@ class Prepared:
     dtype: str
     """What --dtype casts to, or ""."""
     dtypes: dict[str, str]
-    """Of every tensor of the output, by its name there."""
+    """Dtype of every tensor of the output, by its name there."""
     notes: list[str]
     """In the order in which they were found."""
     removed: tuple[int, int] = (0, 0)
@@ -78,7 +78,7 @@ class Prepared:
     usage: str = ""
     """What reads the output, see ``FileLayout``."""
     parts: Mapping[str, Prepared] = field(default_factory=dict)
-    """Of a directory of several models, what each of those becomes that are written anew, by its directory."""
+    """The rewritten models of a directory of several models, by their directories."""
 
     def next_step(self, dst: Place) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""

@@ -83,7 +83,7 @@ def _copied(first: DataFile, other: DataFile) -> MixedSave:
 
 
 def _largest(catalog: Catalog, files: set[int]) -> dict[int, list[StoredTensor]]:
-    """Of each file the largest tensors of which a piece counts, a few: a catalog may have millions of pieces."""
+    """The few largest tensors with a piece in each file: a catalog may have millions of pieces."""
     found: dict[int, list[StoredTensor]] = {}
     for tensor in catalog:
         if lookup(tensor.dtype).bits % 8:

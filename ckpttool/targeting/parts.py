@@ -87,7 +87,7 @@ def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
 
 
 def in_part(part: Part, target: Target) -> Target:
-    """The target of one part: what is no model has one file, or its software would not find it."""
+    """The target of one part: what is not a model has one file, or its software would not find it."""
     return target if part.is_model else replace(target, max_shard_size=None)
 
 

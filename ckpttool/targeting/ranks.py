@@ -33,18 +33,18 @@ class RankShares:
     """The tensors that each rank of the output stores."""
 
     family: Family
-    """With what the format keeps whole."""
+    """The rules, with what the format keeps whole."""
     chosen: tuple[int, ...]
     """Ranks that are written; the others store nothing."""
     ranks: list[RankTensors]
     tables: Mapping[Component, dict[str, DerivedTensor]]
-    """Of each component: the view of each parameter."""
+    """The view of each parameter, by component."""
     read: dict[str, DerivedTensor]
     """The views by their own names, as a reader of the output has them."""
     views: dict[str, DerivedTensor]
     """The same as the files hold them: some with their axes exchanged."""
     dtypes: dict[str, str]
-    """Of each view in the output."""
+    """Dtype of each view in the output."""
 
 
 def share_out(
@@ -84,7 +84,7 @@ def share_out(
 
 
 def kept_single(goal: Goal, components: Sequence[Component]) -> tuple[str, ...]:
-    """Patterns of what the trainer that goes on from the output keeps in float32; () where no training goes on."""
+    """Patterns of what the trainer keeps in float32; () where no training continues from the output."""
     trained = any(c == "optimizer" for c, _ in components) and goal.writer.capabilities.states
     return goal.dialect.single(goal.context) if trained else ()
 

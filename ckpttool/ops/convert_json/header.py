@@ -73,7 +73,7 @@ class HeaderResult:
     tensors: int = 0
     """In the new header."""
     header_bytes: int = 0
-    """Of the new header as it lies in the file, padding included."""
+    """Bytes of the new header as it lies in the file, padding included."""
     bytes_written: int = 0
     """Written, or to be written: the header alone, or the whole file."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -173,7 +173,7 @@ class _EditedFile:
 
     given: Path
     path: Path
-    """Without links."""
+    """The path with links resolved."""
     stat: os.stat_result
     raw: bytes
     old: dict[str, Any] = field(default_factory=dict)
@@ -490,7 +490,7 @@ def _write_in_place(target: _EditedFile, header: bytes) -> None:
         except OSError as e:
             # The kernel says so once; a later sync succeeds although the bytes are lost. So the backup stays.
             raise OutputError(
-                f"nobody knows whether the new header is on disk: {e.strerror}",
+                f"the new header may not be on disk: {e.strerror}",
                 where=[str(target.path), str(backup)],
                 hint=f"`ckpttool convert-json --header {backup} {target.path}` puts the old header back",
             ) from e

@@ -247,7 +247,7 @@ def _look(directory: Place) -> tuple[Listing, str, list[_IndexGroup], list[str]]
 
 
 def _rules(listing: Listing) -> tuple[str, IndexRules]:
-    """By the names of the files; Hugging Face's where they show no other format's."""
+    """Format and rules for indexes, by the names of the files; Hugging Face's where they show no other format's."""
     try:
         found = choose(listing, "", ReadOptions())
     except CkptError:

@@ -55,7 +55,7 @@ class Question:
     moment: str = ""
     fp8_transposed: bool = False
     device: Device | None = None
-    """Whose memory must do; without a label where only its size is given."""
+    """The device whose memory must suffice; without a label where only its size is given."""
     check_total_size: bool = False
 
     @property
@@ -73,7 +73,7 @@ class DeviceFit:
     needed: int
     memory: int
     tokens: int | None = None
-    """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv,
+    """Tokens whose keys and values fit into the memory left on that rank, in layers that keep all; None without --kv,
     and where no layer keeps any."""
     device: str = ""
     """Its label; "" where only its memory is given."""
@@ -199,7 +199,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
 
 
 def _ranks(out: SizeReport, q: Question) -> None:
-    """Everything that is said of each rank."""
+    """Bytes, cache and fit of each rank."""
     model, applied = out.model, out.applied
     check_sizes(model.family, model.config)
     mesh, follows = _mesh(out, q)

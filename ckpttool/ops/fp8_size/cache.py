@@ -4,7 +4,7 @@ Grouped-query attention keeps two vectors for each key/value head of a rank; a r
 attention (DeepSeek) keeps one latent and one rotary key for all heads, whole on every rank. A layer with a sliding
 window needs no more than its window; engines may reserve the whole length for it all the same, which is given besides.
 Mamba, short convolutions and linear attention keep a state of one size for each sequence, however long it is.
-What each layer keeps is said by the family (layout/cache.py).
+The family declares what each layer keeps (layout/cache.py).
 
 Sources: vLLM's mla_attention.py (656 bytes a token and layer of ``fp8_ds_mla``: 512 codes, 4 F32 scales, 64 BF16),
 configuration and cache classes of transformers (which layers slide, what states are), hf-mem #60 (what engines
@@ -54,12 +54,12 @@ class KvCache:
     """One of ``KINDS``."""
     latent: bool
     tokens: int
-    """Of a sequence; 0 when not said."""
+    """Tokens of a sequence; 0 when not given."""
     batch: int
     length: int
-    """For which an engine reserves memory; 0 when not said."""
+    """Tokens for which an engine reserves memory; 0 when not given."""
     kept: tuple[tuple[CachedLayer, ...], ...]
-    """By pipeline stage."""
+    """Layers by pipeline stage."""
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
@@ -127,7 +127,7 @@ class KvCache:
         return sum(layer.token for layer in self.kept[stage]) * length * self.batch + self.states(stage)
 
     def needed(self, stage: int) -> int:
-        """What must fit: what is reserved where a length is said, else what the tokens use."""
+        """What must fit: what is reserved where a length is given, else what the tokens use."""
         return self.reserved(stage) if self.length else self.used(stage)
 
 
@@ -158,7 +158,7 @@ def _with_way_out(hint: str | None) -> str:
 
 
 def _bytes(layer: Kept, dtype: str) -> int:
-    """Of a token."""
+    """Bytes of a token."""
     each = sum(layer.tokens.values()) * (2 if dtype == "bf16" else 1)
     if dtype == "fp8_ds_mla" and layer.tokens:
         each += DS_MLA - layer.tokens[LATENT] - layer.tokens[ROTARY]

@@ -38,14 +38,14 @@ class SizedTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     role: str = ""
-    """Of a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
+    """Role in a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
 
 
 class WeightKind(NamedTuple):
     """The kind of a weight, by its name."""
 
     template: str
-    """Without its numbers."""
+    """The name without its numbers."""
     mtp: bool
     """It belongs to a multi-token-prediction layer."""
     in_out: bool
@@ -65,7 +65,7 @@ class SizedModel:
     weights: list[Weight]
     """In high precision. Of a quantised checkpoint they are those that it was made of."""
     kinds: list[WeightKind]
-    """Of each weight."""
+    """The kind of each weight."""
     stored: dict[str, SizedTensor] = field(default_factory=dict)
     """What SRC stores, by name; empty for a config alone."""
     codes: Codes = field(default_factory=Codes)
@@ -78,7 +78,7 @@ class SizedModel:
     packed: Mapping[str, Part] = field(default_factory=dict)
     """What each tensor of a packed weight is to it."""
     foreign: UnsupportedError | None = None
-    """Why it is not known which weights SRC was made of: it is quantised in a way that is none of ours."""
+    """Why it is not known which weights SRC was made of: its quantisation is unknown."""
 
 
 def load(path: Place, options: OpenOptions, config: Place | None, *, mtp: bool) -> SizedModel:

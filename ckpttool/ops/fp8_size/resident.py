@@ -46,13 +46,13 @@ class _ResidentKind(NamedTuple):
     owner: int
     """The expert-parallel rank that has it, or SHARED."""
     name: str
-    """Of the first of them, for messages."""
+    """Name of the first of them, for messages."""
     template: str
     """Its name without numbers."""
     blocks: tuple[int, ...] = ()
-    """Of a packed weight: elements for each stored one along each axis."""
+    """Elements of a packed weight for each stored one along each axis."""
     parameters: int = 1
-    """Of the weight for each stored element."""
+    """Parameters of the weight for each stored element."""
 
 
 _Counted = Sequence[tuple[_ResidentKind, int]]
@@ -97,7 +97,7 @@ class RankLoads:
     vocabulary: tuple[int, int]
     """Rows of the embedding, and rows of all ranks after padding; (0, 0) when there is none."""
     held: list[Weights]
-    """By rank; empty when a weight cannot be cut at all."""
+    """Weights by rank; empty when a weight cannot be cut at all."""
     misfits: list[Misfit]
     """Empty when the weights can be cut that way."""
     works: tuple[int, ...] = ()

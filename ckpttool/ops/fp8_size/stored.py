@@ -73,7 +73,7 @@ class WeightGroup:
     kind: str
     """One of ``CLASSES``."""
     names: list[str] = field(default_factory=list)
-    """Of all of them."""
+    """Names of all of them."""
 
     @property
     def suffixes(self) -> list[str]:
@@ -101,7 +101,7 @@ class Subtotal:
 
     tensors: int = 0
     parameters: int = 0
-    """Elements in high precision, each counted where its codes are; scales are no parameters."""
+    """Elements in high precision, each counted where its codes are; scales are not parameters."""
     elements: int = 0
     """As files count them: bytes that hold two 4-bit codes are one element each."""
     nbytes: int = 0
@@ -135,7 +135,7 @@ class Applied:
     scheme: Scheme | None
     """None for bf16, and for what is stored already."""
     preset: str
-    """Of ``quant.keep``; "" where nothing is quantised."""
+    """A preset of ``quant.keep``; "" where nothing is quantised."""
     groups: list[WeightGroup]
     loose: list[SizedTensor]
     """Scales that belong to no weight (of caches)."""

@@ -51,7 +51,7 @@ class TrainingSetup:
     transposed: bool
     """Codes and scales are there a second time, transposed for the backward pass."""
     held: list[TrainingBytes]
-    """By model-parallel rank."""
+    """Bytes by model-parallel rank."""
 
     @property
     def most(self) -> int:

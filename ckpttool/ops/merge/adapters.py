@@ -110,7 +110,7 @@ class Adaptations:
         return Changes(table, changes.notes)
 
     def _counted_once(self, model: MergeInput, changes: Changes) -> Changes:
-        """Without the second of two equal terms of tied tensors: PEFT saves both of a pair that it trained as one."""
+        """Drop the second of two equal terms of tied tensors: PEFT saves both of a pair that it trained as one."""
         table = dict(changes.table)
         for copy, owner in model.ties.items():
             first, second = (table.get(n, Change()).terms for n in (owner, copy))
@@ -120,7 +120,7 @@ class Adaptations:
         return changes._replace(table=table)
 
     def _without_copies(self, model: MergeInput, changes: Changes) -> Changes:
-        """Without weights that the adapter brings along unchanged: PEFT saves an embedding with its factors."""
+        """Drop weights that the adapter brings along unchanged: PEFT saves an embedding with its factors."""
         table = dict(changes.table)
         for name, change in changes.table.items():
             view = model.views.get(model.ties.get(name, name))

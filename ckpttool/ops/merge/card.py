@@ -92,7 +92,7 @@ class Parents:
     """What the sources of a merge say of themselves."""
 
     cards: Mapping[str, ModelCard]
-    """By the source's label."""
+    """Cards by the source's label."""
     donor: str
     """The source whose config and tokenizer the output has."""
     hub: Sequence[str]

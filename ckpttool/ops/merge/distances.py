@@ -28,7 +28,7 @@ Known = list[float | None]
 """One number for each tensor; None where there is none."""
 
 NUMBERS = ("distance", "cosine", "task_cosine", "changed", "kept", "agreeing")
-"""What is said of a parent."""
+"""Figures of a parent."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ Tensors = Mapping[Key, LogicalTensor]
 def in_line(
     config: Mapping[str, Any], donor: MergeInput, tensors: Tensors, words: VocabularyPlan | None, notes: list[str]
 ) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
-    """The donor's config with the dtypes and the vocabulary of the output, and what else is written anew for them."""
+    """The donor's config with the dtypes and the vocabulary of the output, and other files rewritten for them."""
     stored, spec = donor.checkpoint.stored, donor.checkpoint.family.spec
     changed = with_dtypes(config, donor, tensors)
     rows = new_rows(donor, tensors)

@@ -39,9 +39,9 @@ class MergeInput:
     label: str
     checkpoint: Checkpoint
     views: dict[str, DerivedTensor]
-    """By name, in high precision: without the scales of quantised weights."""
+    """Tensors by name, in high precision: without the scales of quantised weights."""
     stored: Mapping[str, DerivedTensor] = field(default_factory=dict)
-    """By name, codes and scales as they lie in the files."""
+    """Tensors by name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
     """The quantised weights, by name."""
     ties: dict[str, str] = field(default_factory=dict)

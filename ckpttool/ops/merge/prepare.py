@@ -98,7 +98,7 @@ class PreparedMerge:
     copied: int
     roots: tuple[str, ...]
     parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
-    """Of directories of several models, the merge of each part."""
+    """The merge of each part, for directories of several models."""
     refs: Sequence[ModelRef] = ()
     """The sources, as the recipe names them."""
     parents: Parents | None = None
@@ -127,7 +127,7 @@ class MergeResult:
     distances: Distances | None = None
     """How far DST is from the sources, if that was measured."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """Of the sources, by label, where they were read."""
+    """Hashes of the sources, by label, where they were read."""
 
 
 def prepare(

@@ -49,7 +49,7 @@ class OutputLayer(NamedTuple):
     """Where a layer of the output comes from."""
 
     config: Mapping[str, Any]
-    """Of its model."""
+    """Config of its model."""
     number: int
 
 
@@ -340,7 +340,7 @@ class _Follow:
         return [i + first for i, held in enumerate(by_source) if held] + beyond
 
     def _each(self, path: str, place: int, value: Any) -> Any:
-        """The entries of the layers; None for what is no entry for each."""
+        """The entries of the layers; None for what does not hold an entry for each."""
         if isinstance(value, dict) and value and all(str(k).isdecimal() for k in value):
             width = (
                 max(len(str(k)) for k in value) if any(str(k).startswith("0") and len(str(k)) > 1 for k in value) else 0

@@ -204,7 +204,7 @@ class MergeBuilder:
         return out
 
     def _equal(self, name: str, everything: Sequence[tuple[ModelRef, str]], dtypes: Sequence[str]) -> None:
-        """Numbers that are no floats are not merged: all models must hold the same."""
+        """Integers and bools are not merged: all models must hold the same."""
         if any(rx.search(name) for rx in self.removed):
             return
         catalog = Catalog(self.models.files, {})
