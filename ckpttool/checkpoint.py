@@ -34,7 +34,7 @@ class Checkpoint:
     path: Place
     stored: StoredCheckpoint
     family: Family
-    """Without rules (``name == "none"``) when none is known and none was needed."""
+    """The family's rules; none (``name == "none"``) when none is known and none was needed."""
     catalog: Catalog
     notes: list[str]
     ops: tuple[Transform, ...] = ()
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of its format."""
+        """The abilities of its format."""
         return reader(self.stored.format).capabilities
 
     @property
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def dialect(self) -> Dialect:
-        """Whose names, orientation and fusions its tensors have."""
+        """The software whose names, orientation and fusions the tensors have."""
         return dialect(self.stored.dialect)
 
     @property

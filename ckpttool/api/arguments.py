@@ -1,4 +1,4 @@
-"""Arguments as people give them, in one form. What nobody can mean is a UsageError that names the argument."""
+"""Arguments as people give them, in one form. An impossible one is a UsageError that names the argument."""
 
 from __future__ import annotations
 

@@ -586,7 +586,7 @@ def _range(name: str, n: int, part: object) -> tuple[int, int]:
         at = None
     if at is None or isinstance(part, bool):
         raise UsageError(
-            f"{part!r} is no index of `{name}`", hint="give slices, integers or ...: (slice(0, 4), ..., 7)"
+            f"{part!r} is not an index of `{name}`", hint="give slices, integers or ...: (slice(0, 4), ..., 7)"
         )
     if not -n <= at < n:
         raise UsageError(f"index {at} is outside an axis of {n} of `{name}`")

@@ -23,7 +23,7 @@ from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
 from ckpttool.ops.fp8_size.answer import Question, answer
 from ckpttool.ops.fp8_size.devices import Device
 from ckpttool.ops.fp8_size.devices import gpu as named_gpu
-from ckpttool.ops.fp8_size.stored import Wanted
+from ckpttool.ops.fp8_size.stored import WantedRecipe
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
@@ -154,7 +154,7 @@ def _named(source: Source, opened: OpenOptions) -> str:
 
 
 def _numbers(weights: Any) -> str:
-    """Weights as the command line has them. Raises UsageError for what are no numbers."""
+    """Weights as the command line has them. Raises UsageError for what is not a number."""
     if weights is None:
         return ""
     found: list[float] = []
@@ -326,7 +326,7 @@ def size(
         raise UsageError(f"zero is {zero}", hint="0, 1, 2 or 3")
     memory = nbytes(device_mem, "device_mem")
     shape, kept, included = sides(block), several(keep, "keep"), several(include, "include")
-    wanted = Wanted(recipe, shape, scale_dtype, quant_method, static_act, kept, included, preset, edge)
+    wanted = WantedRecipe(recipe, shape, scale_dtype, quant_method, static_act, kept, included, preset, edge)
     question = Question(
         wanted,
         mtp=mtp,

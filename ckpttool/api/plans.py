@@ -152,7 +152,7 @@ class Resharding(Plan):
 
     @property
     def format(self) -> str:
-        """Of the output."""
+        """The output's format."""
         return self.prepared.format
 
     @property
@@ -201,7 +201,7 @@ class Merging(Resharding):
     __slots__ = ("merge", "report")
 
     def __init__(self, merge: PreparedMerge, report: Path | None = None) -> None:
-        """Raises UsageError for a ``report`` about what is no merge of several models."""
+        """Raises UsageError for a ``report`` about anything but a merge of several models."""
         super().__init__(merge.target)
         self.merge = merge
         self.report = report
@@ -232,7 +232,7 @@ class Conversion(Plan):
 
     __slots__ = ("conversion", "dst")
 
-    def __init__(self, conversion: _convert.Conversion, dst: Place) -> None:
+    def __init__(self, conversion: _convert.PreparedConversion, dst: Place) -> None:
         self.conversion = conversion
         self.dst = dst
         """Where it will go; its name is in the plan."""

@@ -25,14 +25,14 @@ class Written:
     files: int
     """All files, companions included."""
     nbytes: int
-    """Of all files."""
+    """Bytes of all files."""
     bytes_read: int
     bytes_written: int
-    """By this run; an interrupted one may have written the rest."""
+    """Bytes written by this run; an interrupted one may have written the rest."""
     seconds: float
-    """Without planning."""
+    """Seconds of the run, planning excluded."""
     verify_seconds: float
-    """Of these, for reading back."""
+    """The part of ``seconds`` that verified."""
     verified: bool
     """It was read back and compared with the source."""
     notes: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Written:
     waiting_for: tuple[int, ...] = ()
     """Numbers of these parts."""
     distances: Mapping[str, Any] | None = None
-    """Of a merge with a report: how far it is from each source, as ``merge --json`` has it."""
+    """For a merge with a report, how far it is from each source, as ``merge --json`` has it."""
 
     def __fspath__(self) -> str:
         """So that it can be opened, merged or compared as it is."""
@@ -75,9 +75,9 @@ class Size:
     parameters: int
     """Elements in high precision: what people call the size of a model."""
     nbytes: int
-    """Of the tensors, what an index calls total_size."""
+    """Bytes of the tensors: an index's ``total_size``."""
     file_bytes: int
-    """Of all files, headers and index included."""
+    """Bytes of all files, headers and index included."""
     rank_bytes: tuple[int, ...] | None
     """Weights of each rank; None when no rank was asked for, or when the weights cannot be cut that way."""
     possible_tp: tuple[int, ...] | None
@@ -89,7 +89,7 @@ class Size:
     needed: int | None
     """What the fullest rank needs of its device."""
     memory: int | None
-    """Of the device."""
+    """Bytes of the device's memory."""
     would_fit: tuple[str, ...]
     """Options of ``ckpttool fp8-size`` that make it fit, where it does not."""
     ok: bool

@@ -51,7 +51,7 @@ DTYPES = (
     *("bool", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "c64"),
     *("f8_e4m3", "f8_e5m2", "f8_e8m0", "f8_e4m3fnuz", "f8_e5m2fnuz", "f4", "f6_e2m3", "f6_e3m2"),
 )
-"""Of stored tensors."""
+"""Dtypes of stored tensors."""
 PRECISIONS = ("bf16", "f16", "f32")
 RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
 SIZED = ("as-is", "bf16", *RECIPES)
@@ -81,7 +81,7 @@ METHODS = (
     *("paddle_linear", "paddle_ties", "paddle_dare_linear", "paddle_dare_ties", "paddle_della_linear"),
     *("paddle_della", "paddle_slerp"),
 )
-"""Of merges."""
+"""Dtypes of merged tensors."""
 
 
 def completes(*values: str) -> Callable[[str], list[str]]:

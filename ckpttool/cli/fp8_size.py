@@ -104,14 +104,14 @@ def fp8_size(
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
     from ckpttool.ops.fp8_size import Question, answer
     from ckpttool.ops.fp8_size.answer import BY
-    from ckpttool.ops.fp8_size.stored import Wanted
+    from ckpttool.ops.fp8_size.stored import WantedRecipe
     from ckpttool.report import fp8_size as report
     from ckpttool.report.render import show
 
     opened = source.open_options()
     by, unit = one_of(by, "--by", *BY), one_of(unit, "--unit", *report.UNITS)
     question = Question(
-        Wanted(
+        WantedRecipe(
             how.recipe,
             sides(how.block, "--block"),
             how.scale_dtype,

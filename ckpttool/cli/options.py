@@ -1,6 +1,6 @@
 """Options that several commands have, in groups: a command takes a group as one parameter, see `grouped`.
 
-Options of a single command stand in its file. A group that has an option anew replaces it.
+Options of a single command stand in its file. A group that defines an option again replaces it.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class MeshOptions:
     max_shard_size: MaxShard = ""
 
     def layers(self) -> tuple[int, ...]:
-        """Of each pipeline stage."""
+        """Layers of each pipeline stage."""
         return numbers(self.pp_layout, "--pp-layout") if self.pp_layout else ()
 
 

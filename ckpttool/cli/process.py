@@ -127,7 +127,7 @@ class Interrupts:
 
 
 interrupts = Interrupts()
-"""Of this process."""
+"""The one handler of this process."""
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -54,7 +54,7 @@ class StoredTensor(NamedTuple):
     """Elements from one to the next per axis; None is row-major."""
     component: str = "model"
     state: str = ""
-    """Of an optimizer: ``moment1_0`` and so on. ``name`` is that of the parameter in every component."""
+    """State of an optimizer: ``moment1_0`` and so on. ``name`` is that of the parameter in every component."""
 
     @property
     def key(self) -> Key:
@@ -171,7 +171,7 @@ class Pieces(_Alike[Piece]):
     ) -> None:
         super().__init__(like, files, offsets)
         self.boxes = boxes
-        """Of each piece; tensors that are cut alike share them."""
+        """The boxes of each piece; tensors that are cut alike share them."""
 
     def one(self, at: int) -> Piece:
         local, box = self.boxes[at]
@@ -210,7 +210,7 @@ class RankTensor(NamedTuple):
     """In the rank's file; layers may be numbered locally."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the stored tensor, padding included."""
+    """Shape of the stored tensor, padding included."""
     key: str
     """The logical tensor, as ``str(Key)``: for model weights their name."""
     whole: tuple[int, ...]
@@ -222,7 +222,7 @@ class RankTensor(NamedTuple):
     component: str = "model"
     state: str = ""
     part: int = 0
-    """Of a tensor that a format stores as several blocks one behind the other: which one."""
+    """Number of the block, for a tensor that a format stores as several blocks one behind the other."""
     expert: bool = False
     """Belongs to some of the ranks only because they hold different experts."""
 
@@ -235,7 +235,7 @@ class RankTensor(NamedTuple):
 
 
 class RankTensors(Sequence[RankTensor]):
-    """What a rank stores, packed; each is made anew whenever it is asked for.
+    """What a rank stores, packed; each is made whenever it is asked for.
 
     Tensor-parallel ranks store the same tensors, and cut them in a few ways. So each is kept as two numbers: which one
     it is, and how it is cut. ``share_index_with`` is what another rank stores: the two then number alike.

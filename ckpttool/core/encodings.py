@@ -35,9 +35,9 @@ TEXT_STEP = 1 << 12
 """Decoded bytes from one place where a text may be cut to the next."""
 
 ROWS_PER_SCALE = 32
-"""Of packed moments."""
+"""Rows of packed moments that share a scale."""
 Q8_ELEMENTS, Q8_BYTES = 32, 34
-"""Of a block of Q8_0."""
+"""Elements and bytes of a block of Q8_0."""
 
 
 class Span(NamedTuple):
@@ -255,7 +255,7 @@ class Encoding:
     name: str
     """What is decoded: ``text``, ``moments``, ``blocks`` or ``given``."""
     path: str
-    """Of the file, for errors."""
+    """The file's path, for errors."""
     parts: list[Text | Moment | Blocks8 | Given] = field(default_factory=list)
     """One behind the other."""
 

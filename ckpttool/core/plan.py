@@ -72,7 +72,7 @@ class AssertEqual(NamedTuple):
     what: str
     """Tensor name for the error."""
     b_dtype: str = ""
-    """Of ``b`` where it is another: its elements are rounded to ``dtype`` before they are compared."""
+    """Dtype of ``b`` where it differs: its elements are rounded to ``dtype`` before they are compared."""
     tied: str = ""
     """Name of the tensor of ``b`` where it is another one, which the config ties to this one."""
 
@@ -98,7 +98,7 @@ class AssertPadding(NamedTuple):
 # -- computed tensors
 
 
-class Stored(NamedTuple):
+class StoredOperand(NamedTuple):
     """An operand as it lies in files."""
 
     dtype: str
@@ -112,15 +112,15 @@ class Stored(NamedTuple):
 class Scaled(NamedTuple):
     """A quantised weight and its scales: element = code * scale of its block (* factor)."""
 
-    weight: Stored
+    weight: StoredOperand
     """The codes. Two 4-bit codes lie in a byte, the first in the low half; its dtype is U8 then."""
-    scale: Stored
+    scale: StoredOperand
     """One scale per block, row-major over the grid of blocks."""
     block: tuple[int, ...]
     """Elements per scale along each axis of the weight."""
     code: str = ""
     """dtype of a code where that of ``weight`` is another: F4 in bytes, F8_E4M3 in I8."""
-    factor: Stored | None = None
+    factor: StoredOperand | None = None
     """One number for the whole weight, by which all elements are multiplied besides."""
     divides: bool = False
     """They are divided by the factor."""
@@ -129,9 +129,9 @@ class Scaled(NamedTuple):
 class LowRank(NamedTuple):
     """``factor * up @ down``, added to a box of a matrix. Both factors are 2-D."""
 
-    up: Stored
+    up: StoredOperand
     """[rows, rank]"""
-    down: Stored
+    down: StoredOperand
     """[rank, columns]"""
     factor: float
     row: int = 0
@@ -146,11 +146,11 @@ class Adapted(NamedTuple):
     weight: Operand
     terms: tuple[LowRank, ...]
     columns: int
-    """Of the matrix that the terms mean; the weight is that matrix row by row, whatever its shape."""
+    """Columns of the matrix that the terms mean; the weight is that matrix row by row, whatever its shape."""
     dtype: str
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows ``[start, stop)`` of the result are rows ``first, first + 1, ...`` of operand ``source``; zeros if -1."""
 
     start: int
@@ -164,13 +164,13 @@ class Gathered(NamedTuple):
 
     sources: tuple[Operand, ...]
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     """Sorted, together all rows but those in ``means``."""
     means: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """(row, ((source, its row), ...)): the row is the mean of others."""
 
 
-Operand = Stored | Scaled | Adapted | Gathered
+Operand = StoredOperand | Scaled | Adapted | Gathered
 
 
 def shape_of(operand: Operand) -> tuple[int, ...]:
@@ -187,15 +187,15 @@ class Compute(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Of the result, which is worked out in float32."""
+    """Dtype of the result, which is computed in float32."""
     method: str
     """Name in ``ckpttool.kernels.merge.METHODS``."""
     models: tuple[Operand, ...]
     base: Operand | None
     parameters: tuple[tuple[tuple[str, float | int | bool], ...], ...]
-    """Of each model, sorted by name."""
+    """Parameters of each model, sorted by name."""
     whole: tuple[tuple[str, float | int | bool], ...]
-    """Of the merge, sorted by name."""
+    """Parameters of the merge, sorted by name."""
     base_at: int | None
     """Place of the base in the recipe's list of models."""
     finite: bool = True
@@ -265,7 +265,7 @@ Step = Copy | Fill | AssertEqual | AssertPadding | Compute | Quantize
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file that is read, as it was when the plan was made; a change in between is an error."""
 
     path: str
@@ -294,7 +294,7 @@ class Output:
     link: bool = False
     """Whether a carried file may share its bytes with the other one (a reflink or a hard link)."""
     tag: str = "0"
-    """Of the companion file when this plan was made."""
+    """Tag of the companion file when this plan was made."""
     checksums: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Byte at which a stored tensor begins -> where the CRC-32 of its bytes is put (4 bytes, little-endian)."""
     shared: Sequence[tuple[int, int, tuple[int, ...]]] = ()
@@ -311,7 +311,7 @@ class Output:
             raise ConflictError(f"`{self.name}` is not a name of a file in the destination", where=self.carried or ())
 
 
-class Target(NamedTuple):
+class WrittenTensor(NamedTuple):
     """Where one stored tensor of the output lies; what a manifest lists."""
 
     name: str
@@ -325,7 +325,7 @@ class Unit(NamedTuple):
 
     name: str
     steps: tuple[Step, ...]
-    stored_tensors: tuple[Target, ...] = ()
+    stored_tensors: tuple[WrittenTensor, ...] = ()
     """Stored tensors that this unit, and no other, writes completely."""
 
     @property
@@ -360,7 +360,7 @@ STEP, TARGET = 5, 3
 
 
 class Units(Sequence[Unit]):
-    """The units of a plan, packed; a unit is made anew whenever it is asked for.
+    """The units of a plan, packed; a unit is made whenever it is asked for.
 
     A plan has a million steps of a few dozen forms; the form is what a step is, were it not for where its blocks begin.
     So a step is kept as five numbers: its form, and file and offset of its two blocks (zeros for one that it lacks).
@@ -438,7 +438,7 @@ class Units(Sequence[Unit]):
         return step if isinstance(step, Compute | Quantize) else None
 
     def measure(self) -> Iterator[Measure]:
-        """Of each unit. No unit is made for that."""
+        """Measure each unit, without making any."""
         costs = [_cost(step) for step in self._forms]
         known: dict[tuple[int, ...], Measure] = {}  # most units are one step, of few forms to few files
         for _, _, numbers in self._packed:
@@ -454,16 +454,16 @@ class Units(Sequence[Unit]):
                     known[key] = found
             yield found
 
-    def stored_tensors(self, at: int) -> tuple[Target, ...]:
-        """Of one unit, without its steps."""
+    def stored_tensors(self, at: int) -> tuple[WrittenTensor, ...]:
+        """The tensors that one unit writes, without its steps."""
         _, labels, numbers = self._packed[at]
         ends = range(1 + STEP * numbers[0], len(numbers), TARGET)
         names = (labels,) * len(ends) if isinstance(labels, str) else labels
-        return tuple([Target(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)])
+        return tuple([WrittenTensor(n, *numbers[i : i + TARGET]) for n, i in zip(names, ends, strict=True)])
 
     @property
     def forms(self) -> Sequence[Step]:
-        """By their numbers: steps whose blocks begin at byte 0 of file 0."""
+        """Forms by their numbers: steps whose blocks begin at byte 0 of file 0."""
         return self._forms
 
     def packed_steps(self, at: int) -> array[int]:
@@ -565,7 +565,7 @@ class Randomness(NamedTuple):
 class Plan:
     """All steps; ``notes`` are sentences for the report (what was inferred, derived or dropped)."""
 
-    sources: list[Source]
+    sources: list[SourceFile]
     outputs: list[Output]
     units: Sequence[Unit]
     """``Units`` where they are many."""

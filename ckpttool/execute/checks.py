@@ -46,7 +46,7 @@ def agree(steps: Iterable[AssertEqual], sources: Sequence[Contents]) -> bool:
     return True
 
 
-class _Reader:
+class _BlockReader:
     """Reads boxes of blocks into the arena of a carrier."""
 
     def __init__(self, carrier: Mover, parts: int, size: int) -> None:
@@ -84,7 +84,7 @@ def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
     size, other = itemsize(step.dtype), step.b_dtype or step.dtype
-    read = _Reader(carrier, 2, max(size, itemsize(other)))
+    read = _BlockReader(carrier, 2, max(size, itemsize(other)))
     kind = np.dtype(f"u{size}")
     for box in blocks(step.shape, max(size, itemsize(other)), read.limit):
         a = read(0, step.a, box.start, box.shape, size)
@@ -110,7 +110,7 @@ def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
 
 def _padding(step: AssertPadding, carrier: Mover) -> None:
     size = itemsize(step.dtype)
-    read = _Reader(carrier, 2, size)
+    read = _BlockReader(carrier, 2, size)
     zeros, copies = True, step.like is not None
     for box in blocks(step.shape, size, read.limit):
         found = read(0, step.src, box.start, box.shape, size)

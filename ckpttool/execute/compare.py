@@ -218,7 +218,7 @@ class Comparison(NamedTuple):
     view: DerivedTensor
     tensor: LogicalTensor
     dtype: str
-    """What was to be written."""
+    """Dtype of the output."""
     copy: int
     """Which of ``tensor.replicas``; -1 for its pieces."""
     stretch: Box

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ckpttool.core.dtypes import numpy_dtype
-from ckpttool.core.plan import Compute, Operand, Scaled, Stored
+from ckpttool.core.plan import Compute, Operand, Scaled, StoredOperand
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
@@ -326,7 +326,7 @@ def _passes_through(compute: Compute) -> bool:
     if (
         compute.method != "passthrough"
         or dict(compute.parameters[0]).get("scale") != 1
-        or not isinstance(first, Stored)
+        or not isinstance(first, StoredOperand)
     ):
         return False
     return first.dtype == compute.dtype or (first.dtype == "F64" and compute.dtype in ("F16", "BF16"))

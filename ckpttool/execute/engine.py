@@ -50,7 +50,8 @@ from ckpttool.execute.options import (
 )
 from ckpttool.execute.reader import stop_reading
 from ckpttool.execute.remote import check_unchanged, open_medium
-from ckpttool.execute.schedule import Part, Task, checksums_of, schedule, sum_key
+from ckpttool.execute.schedule import Part, Task, sum_key
+from ckpttool.execute.tasks import run_tasks
 from ckpttool.execute.workforce import TICK, Outlet, Watcher, Workforce
 from ckpttool.storage.place import parse_place
 
@@ -134,14 +135,14 @@ class Run:
         self.stop = threading.Event()
         self.halt: Callable[[], None] = lambda: None
         """Ends all waiting for bytes of other machines."""
-        self.far: set[int] = set()
+        self.far: frozenset[int] = frozenset()
         """Sources on other machines."""
         self.tasks: Sequence[Task] = ()
         self.executor: TaskExecutor | None = None
         self.fleet: Fleet | None = None
         """Machines that work for this run; they do so until it is complete."""
         self.sums: dict[str, str] = {}
-        self.hashes = checksums_of(plan, manifest=options.manifest)
+        self.hashes: Sequence[str] = ()
         self.notes = list(plan.notes)
         self.pending = [0] * len(plan.outputs)
         self.skipped = 0
@@ -164,7 +165,7 @@ class Run:
         with _signals() as signals, open_medium(memory=half, connections=connections) as medium:
             pool = self._medium(medium)
             self.halt = pool.stop
-            self.far = {i for i, s in enumerate(self.plan.sources) if pool.is_far(s.contents)}
+            self.hashes, self.far, self.tasks = run_tasks(self.plan, pool, manifest=self.options.manifest)
             finished = self._begin()
             try:
                 executor = self._work(pool, finished, signals.later)
@@ -241,7 +242,6 @@ class Run:
 
     def _begin(self) -> Finished:
         """Lock the destination, and hear what an interrupted run has finished."""
-        self.tasks = schedule(self.plan, self.hashes, self.far)
         options = self.options
         late = [*options.late_files, *[MANIFEST] * options.manifest]
         verify = options.verify is not None
@@ -269,7 +269,7 @@ class Run:
         on = self.options.on
         self.fleet = fleet_for(on) if isinstance(on, str) else on
         fleetwork = Fleetwork(self.plan, self.destination, self.fleet, self.options, self.hashes)
-        fleetwork.far, fleetwork.stop, fleetwork.remember = frozenset(self.far), self.stop, self.remember
+        fleetwork.far, fleetwork.stop, fleetwork.remember = self.far, self.stop, self.remember
         fleetwork.start_workers(self.tasks, finished)
         return fleetwork
 

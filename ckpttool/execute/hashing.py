@@ -18,7 +18,7 @@ import xxhash
 
 from ckpttool.core.encodings import Contents, Encoding
 from ckpttool.core.files import Place
-from ckpttool.core.plan import Target
+from ckpttool.core.plan import WrittenTensor
 from ckpttool.execute.reader import reading
 
 ALGORITHM = "xxh3_128"
@@ -113,7 +113,7 @@ class _Sum:
 
     __slots__ = ("at", "hash", "key", "start", "stop", "top", "written")
 
-    def __init__(self, key: str, target: Target) -> None:
+    def __init__(self, key: str, target: WrittenTensor) -> None:
         self.key = key
         self.hash = _Crc32() if key.endswith(CRC32) else xxhash.xxh3_128()
         self.start = self.at = target.offset
@@ -127,7 +127,7 @@ class _Sum:
 class Sums:
     """The hashes of the targets of the units that one task works on."""
 
-    def __init__(self, targets: Sequence[tuple[str, Target]]) -> None:
+    def __init__(self, targets: Sequence[tuple[str, WrittenTensor]]) -> None:
         self._files: dict[int, tuple[list[int], list[_Sum]]] = {}
         for key, target in sorted(targets, key=lambda t: (t[1].file, t[1].offset)):
             starts, sums = self._files.setdefault(target.file, ([], []))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core.dtypes import CASTABLE, itemsize
 from ckpttool.core.files import DataFile, Place
-from ckpttool.core.plan import Block, Compute, Copy, Plan, Randomness, Stored
+from ckpttool.core.plan import Block, Compute, Copy, Plan, Randomness, StoredOperand
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compute import Computing
 from ckpttool.execute.draws import tensor_draws
@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
     compute: Compute
     """How it was worked out; it has no outputs here."""
-    result: Stored
+    result: StoredOperand
     """What was written; its files follow those of the sources."""
     nbytes: int
 
@@ -59,7 +59,7 @@ def items_of(plan: Plan) -> list[Item]:
             if sum([prod(c.shape) for c in boxes.values()]) != prod(step.shape):
                 continue
             copies = tuple([_back(c, len(plan.sources)) for c in boxes.values()])
-            result = Stored(step.dtype, step.shape, copies, f"`{step.name}` as it was written")
+            result = StoredOperand(step.dtype, step.shape, copies, f"`{step.name}` as it was written")
             found.append(Item(step._replace(outputs=()), result, prod(step.shape) * itemsize(step.dtype)))
     return found
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from ckpttool.core.dtypes import itemsize, numpy_dtype
-from ckpttool.core.plan import Adapted, Gathered, LowRank, Operand, Scaled, Stored, shape_of
+from ckpttool.core.plan import Adapted, Gathered, LowRank, Operand, Scaled, StoredOperand, shape_of
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.permute import Array, store
@@ -113,7 +113,7 @@ class _Strips:
 class StoredReader:
     """A tensor as it lies in files; also gives its raw elements, and the hash of all of them once they have passed."""
 
-    def __init__(self, operand: Stored, carrier: Mover, buffer: Buffer) -> None:
+    def __init__(self, operand: StoredOperand, carrier: Mover, buffer: Buffer) -> None:
         self.label = operand.label
         self.dtype = numpy_dtype(operand.dtype)
         self._item = itemsize(operand.dtype)
@@ -468,7 +468,7 @@ class GatheredReader:
 
 def reader(operand: Operand, carrier: Mover, buffer: Callable[[], Buffer]) -> Reader:
     """What reads an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
-    if isinstance(operand, Stored):
+    if isinstance(operand, StoredOperand):
         return StoredReader(operand, carrier, buffer())
     if isinstance(operand, Scaled):
         return ScaledReader(operand, carrier, buffer())

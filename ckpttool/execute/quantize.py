@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.plan import Adapted, Operand, Quantize, Result, Stored, shape_of
+from ckpttool.core.plan import Adapted, Operand, Quantize, Result, StoredOperand, shape_of
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
@@ -135,7 +135,7 @@ def _ranges(grid: Grid, result: Result, part: int) -> Iterator[tuple[int, int]]:
 
 def kind_of(operand: Operand) -> str:
     """The dtype that a weight has, or F32 where it is worked out."""
-    return operand.dtype if isinstance(operand, Stored | Adapted) else "F32"
+    return operand.dtype if isinstance(operand, StoredOperand | Adapted) else "F32"
 
 
 @dataclass(slots=True)

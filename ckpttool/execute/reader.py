@@ -59,7 +59,7 @@ def read_block(
     return out
 
 
-class _Shared:
+class _SharedMedium:
     """The medium of all threads that read blocks."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Shared:
         self.users = 0
 
 
-_SHARED = _Shared()
+_SHARED = _SharedMedium()
 
 
 @contextmanager

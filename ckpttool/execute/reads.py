@@ -18,7 +18,7 @@ from ckpttool.core.plan import (
     Operand,
     Quantize,
     Scaled,
-    Stored,
+    StoredOperand,
 )
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.blocks import Mover
@@ -122,14 +122,14 @@ def _is_read_again(step: Compute | Quantize) -> bool:
     return METHODS[step.method].passes(dict(step.whole), len(step.models)) > 0
 
 
-def _stored_reads(stored: Stored) -> Iterator[Range]:
+def _stored_reads(stored: StoredOperand) -> Iterator[Range]:
     for copy in stored.copies:
         yield from block_reads(copy.src, copy.shape, itemsize(copy.src_dtype))
 
 
-def stored_tensors(operand: Operand) -> Iterator[Stored]:
+def stored_tensors(operand: Operand) -> Iterator[StoredOperand]:
     """The tensors in files of which an operand is made."""
-    if isinstance(operand, Stored):
+    if isinstance(operand, StoredOperand):
         yield operand
     elif isinstance(operand, Scaled):
         yield from (operand.weight, operand.scale, *([operand.factor] if operand.factor else []))

@@ -18,9 +18,20 @@ from math import prod
 from typing import NamedTuple, overload
 
 from ckpttool.core.dtypes import lookup
-from ckpttool.core.plan import AssertEqual, AssertPadding, Compute, Copy, Fill, Gathered, Plan, Quantize, Target, Unit
+from ckpttool.core.plan import (
+    AssertEqual,
+    AssertPadding,
+    Compute,
+    Copy,
+    Fill,
+    Gathered,
+    Plan,
+    Quantize,
+    Unit,
+    WrittenTensor,
+)
 from ckpttool.execute.compute import part_elements, parts_of
-from ckpttool.execute.hashing import ALGORITHM, CRC32
+from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.moves import Item, RowBlock, TransposeTile, arrange, divide, item_bytes, item_files
 from ckpttool.execute.quantize import part_bytes
 from ckpttool.execute.quantize import parts_of as quantized_parts
@@ -64,7 +75,7 @@ class Task:
     """Parts that one worker does, in order."""
 
     parts: list[Part]
-    targets: list[tuple[str, Target]] = field(default_factory=list)
+    targets: list[tuple[str, WrittenTensor]] = field(default_factory=list)
     """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
     computing: int = -1
     """Unit with computed tensors, all of whose parts these are; -1 otherwise."""
@@ -80,11 +91,6 @@ class Task:
 def part_limit(total: int) -> int:
     """Bytes of a part: small enough that a crash costs little of a small output, large enough for long runs."""
     return max(_MIB, min(_LARGEST_PART, total // 64 // _MIB * _MIB))
-
-
-def checksums_of(plan: Plan, *, manifest: bool) -> list[str]:
-    """Names of the checksums that a run computes while it writes."""
-    return [ALGORITHM] * manifest + [CRC32] * any(o.summed for o in plan.outputs)
 
 
 def schedule(plan: Plan, hashes: Sequence[str], far: Collection[int] = ()) -> list[Task]:
@@ -252,7 +258,7 @@ def sum_key(unit: int, target: int, algorithm: str) -> str:
     return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
 
 
-def _targets(stored: Sequence[Target], unit: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
+def _targets(stored: Sequence[WrittenTensor], unit: int, hashes: Sequence[str]) -> list[tuple[str, WrittenTensor]]:
     """What a unit, or a task of one, completes."""
     return [(sum_key(unit, t, h), target) for t, target in enumerate(stored) for h in hashes]
 

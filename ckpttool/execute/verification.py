@@ -53,14 +53,14 @@ class Sides:
     source: SentFiles
     written: SentFiles
     randomness: Randomness | None = None
-    """Of what is worked out once more."""
+    """Draws of what is recomputed."""
     total: int = 0
     """Tensors that were written, 0 where another side counts them."""
     carried: bool = False
     """Files that stay as they are, each taken for one tensor."""
 
 
-class Check(NamedTuple):
+class VerifyCheck(NamedTuple):
     """One check."""
 
     side: int
@@ -92,7 +92,7 @@ class Checks:
     """Checks, in an order that is the same on all machines, and what was found on the way to them."""
 
     sides: list[Sides] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[VerifyCheck] = field(default_factory=list)
     found: list[tuple[int, Difference]] = field(default_factory=list)
     """Side, and a tensor of another shape or dtype."""
 
@@ -114,13 +114,13 @@ class Checks:
             if isinstance(made, Difference):
                 self.found.append((side, made))
             else:
-                self.checks += [Check(side, c) for c in made]
+                self.checks += [VerifyCheck(side, c) for c in made]
         self.sides.append(Sides(SentFiles(source.files), SentFiles(written.files), total=total or len(wanted)))
 
     def add_computed(self, plan: Plan, written: Place) -> None:
         """Work out every computed or quantised tensor once more, and compare it with what is below ``written``."""
         steps = [s for unit in plan.units for s in unit.steps if isinstance(s, Compute | Quantize)]
-        self.checks += [Check(len(self.sides), step) for step in steps]
+        self.checks += [VerifyCheck(len(self.sides), step) for step in steps]
         sources = [DataFile(parse_place(s.path), s.size, s.tag, s.encoding) for s in plan.sources]
         outputs = [DataFile(_below(written, o.name), o.size, "") for o in plan.outputs]
         self.sides.append(Sides(SentFiles(sources), SentFiles(outputs), plan.randomness))
@@ -136,10 +136,10 @@ class Checks:
             tensor = _bytes_of(i, a.size)
             made = comparisons(DerivedTensor(str(i), tensor.dtype, tensor.shape, tensor), tensor, tensor.dtype)
             assert isinstance(made, list)  # noqa: S101 - of equal sizes
-            self.checks += [Check(len(self.sides), c) for c in made]
+            self.checks += [VerifyCheck(len(self.sides), c) for c in made]
         self.sides.append(Sides(SentFiles(one), SentFiles(two), total=len(carried), carried=True))
 
-    def share(self, number: int, of: int) -> Sequence[Check]:
+    def share(self, number: int, of: int) -> Sequence[VerifyCheck]:
         """Those of machine ``number`` (from 0) of so many: checks that lie one behind the other."""
         ends = accumulate([c.nbytes for c in self.checks])
         middles = [2 * end - c.nbytes for end, c in zip(ends, self.checks, strict=True)]
@@ -147,12 +147,12 @@ class Checks:
         first, last = (bisect_left(middles, total * n // of) for n in (number, number + 1))
         return self.checks[first : last if number < of - 1 else None]
 
-    def is_below(self, check: Check, directory: Path | None) -> bool:
+    def is_below(self, check: VerifyCheck, directory: Path | None) -> bool:
         """Whether what a check reads of the output lies in a directory of this machine."""
         files = self.sides[check.side].written
         return directory is not None and any(str(files[i].place).startswith(f"{directory}/") for i in check.written)
 
-    def conclude(self, done: Iterable[tuple[Check, Difference | Fault | None]]) -> None:
+    def conclude(self, done: Iterable[tuple[VerifyCheck, Difference | Fault | None]]) -> None:
         """Hear what became of checks, in order. Raises VerifyError for what differs."""
         wrong: dict[tuple[int, str], dict[int, list[Difference]]] = {}
         for side, difference in self.found:
@@ -223,11 +223,11 @@ class Checker:
             yield from side.source
         yield from self._outputs
 
-    def reads(self, check: Check) -> Reads:
+    def reads(self, check: VerifyCheck) -> Reads:
         """What a check reads from other machines. Operands are read ahead when their turn comes."""
         return check.what.reads(*self._catalogs[check.side]) if isinstance(check.what, Comparison) else Reads(())
 
-    def do(self, check: Check) -> Difference | Fault | None:
+    def do(self, check: VerifyCheck) -> Difference | Fault | None:
         """Do a check. Whoever calls has a medium open; see ``reading``."""
         if isinstance(check.what, Comparison):
             return check.what.do(*self._catalogs[check.side], self._advance)
@@ -317,8 +317,8 @@ class Verification:
         checks.conclude((c, next(first if is_here else done)) for c, is_here in zip(checks.checks, here, strict=True))
 
     def _done(
-        self, checks: Checks, mine: Sequence[Check], advance: Advance
-    ) -> Generator[tuple[Check, Difference | Fault | None], None, None]:
+        self, checks: Checks, mine: Sequence[VerifyCheck], advance: Advance
+    ) -> Generator[tuple[VerifyCheck, Difference | Fault | None], None, None]:
         work = Checker(checks.sides, self.memory, advance)
         with closing(in_turn(_WORKERS, work.do, mine, work.reads)) as found:
             yield from zip(mine, found, strict=True)

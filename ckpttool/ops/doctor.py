@@ -40,7 +40,7 @@ EXTRAS = (
 """Modules, the extra that has each, and what it is for."""
 _VECTORS = ("avx512f", "avx2", "asimd")
 _LEAST_FREE = 64 << 20
-"""With less, no checkpoint can be written."""
+"""Bytes below which no checkpoint can be written."""
 _FEW_FILES = 1000
 _LITTLE_MEMORY = 1 << 30
 _FEW_DESCRIPTORS = 64
@@ -57,8 +57,8 @@ class Point(NamedTuple):
 
 
 @dataclass(slots=True)
-class Health:
-    """What was found out."""
+class MachineHealth:
+    """The findings on this machine and one place."""
 
     place: Place
     points: list[Point] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Health:
         return all(p.verdict != WRONG for p in self.points)
 
 
-def examine(path: AnyPlace = ".", *, online: bool = False) -> Health:
+def examine(path: AnyPlace = ".", *, online: bool = False) -> MachineHealth:
     """Look at this machine and at a place on it or elsewhere. Only with ``online`` anything is asked over a network.
 
     Raises UsageError when the place, and what it lies in, does not exist.
     """
     place = parse_place(path)
-    out = Health(place)
+    out = MachineHealth(place)
     if isinstance(place, Path):
         out.points += _filesystem(place)
     elif online:

@@ -1,8 +1,8 @@
 """``ckpttool drop-keys``: the same checkpoint without some of its tensors.
 
 A checkpoint whose format can do so (``DropsInPlace``) keeps its files: those that lose nothing are carried (or
-linked), the others are written anew with what is left in them. Any other is written anew by the planner of reshard,
-over the same ranks. A parameter goes with all of its components.
+linked), the others are rewritten with what is left in them. Any other is rewritten by the planner of reshard, over the
+same ranks. A parameter goes with all of its components.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class PreparedDrop:
     """What is left out, in the order of the checkpoint."""
     warnings: Sequence[str]
     rewritten: int
-    """Files with tensors that are written anew."""
+    """Files with tensors that are rewritten."""
     carried: int
-    """Files with tensors that stay as they are."""
+    """Files with tensors that stay unchanged."""
     dropped: int
     """Files that lose all their tensors."""
 
@@ -87,7 +87,7 @@ def prepare(
     rewrites everything.
     """
     if not selection.remove and not selection.keep:
-        raise UsageError("nothing is to go", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
+        raise UsageError("no tensors to drop", hint="name patterns: ckpttool drop-keys SRC DST 'lm_head.*'")
     source = open_checkpoint(src, options)
     refuse_empty(source)
     parts = parts_of(source.stored)

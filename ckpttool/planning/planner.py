@@ -44,7 +44,7 @@ def build_plan(
     ]
     units = plan.Units()
     moves = _Moves(units)
-    jobs: dict[str, _Job] = {}
+    jobs: dict[str, _PackedUnit] = {}
     used: dict[int, LogicalTensor] = {} if computed is None else dict(computed.operands.used)
     for rank, tensors in enumerate(file_layout.ranks or ranks):
         places = file_layout.places[rank]
@@ -53,7 +53,7 @@ def build_plan(
             file, offset = places[t.slot]
             job = jobs.get(view.name)
             if job is None:
-                job = jobs[view.name] = _Job(view.name)
+                job = jobs[view.name] = _PackedUnit(view.name)
             job.labels.append(file_layout.label(t))
             job.targets.extend((file, offset, nbytes(t.dtype, prod(t.shape), where=t.name)))
             for form, src, at, to in moves.of(view, t, used):
@@ -72,7 +72,7 @@ def build_plan(
     while work:  # each goes when it is packed
         job = work.pop()
         units.add(job.name, job.steps, job.labels, job.targets)
-    sources = [plan.Source(str(f.place), f.size, f.tag, f.encoding) for f in catalog.files]
+    sources = [plan.SourceFile(str(f.place), f.size, f.tag, f.encoding) for f in catalog.files]
     for name, given in carried:
         outputs.append(plan.Output(name, given.size, (), str(given.place), name in linked, given.tag))
     for name, data in literal_files:
@@ -81,7 +81,7 @@ def build_plan(
     return plan.Plan(sources, outputs, units, list(file_layout.notes), file_layout.rank_files, randomness)
 
 
-class _Job:
+class _PackedUnit:
     """A unit in the making, packed as ``Units`` keeps it."""
 
     __slots__ = ("labels", "name", "steps", "targets")
@@ -93,14 +93,14 @@ class _Job:
         self.targets = array("q")
 
     def order(self, units: plan.Units) -> tuple[int, int, int]:
-        """By output file, then by where the bytes come from, so that sources are read forwards."""
+        """Sort key: output file, then where the bytes come from, so that sources are read forwards."""
         first = min(self.targets[:: plan.TARGET], default=0)
         if not self.steps:
             return (first, 0, 0)
         step = units.computed(self.steps[0])
         if step is not None:
             codes = _codes_of(step.operands[0])
-            if isinstance(codes, plan.Stored) and codes.copies:
+            if isinstance(codes, plan.StoredOperand) and codes.copies:
                 return (first, codes.copies[0].src.file, codes.copies[0].src.offset)
             return (first, 0, 0)
         return (first, self.steps[1], self.steps[2])
@@ -112,17 +112,17 @@ class Operands:
     def __init__(self) -> None:
         self.used: dict[int, LogicalTensor] = {}
         self.tied: list[Tied] = []
-        """Of the views of the sources, those of which one was left out because it is tied to the other."""
+        """Pairs of source tensors of which one was left out because it is tied to the other."""
         self._units = plan.Units()
         self._moves = _Moves(self._units)
 
-    def stored(self, view: DerivedTensor, label: str) -> plan.Stored:
+    def stored(self, view: DerivedTensor, label: str) -> plan.StoredOperand:
         """All of a view, row-major. Raises LayoutError for elements smaller than a byte."""
         box = whole(view.shape)
         _item(view.dtype, view.name)
         t = RankTensor(view.name, view.dtype, view.shape, view.name, view.shape, ((box, box),))
         steps = [self._units.step(form, src, at, 0, to) for form, src, at, to in self._moves.of(view, t, self.used)]
-        return plan.Stored(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, plan.Copy)]), label)
+        return plan.StoredOperand(view.dtype, view.shape, tuple([s for s in steps if isinstance(s, plan.Copy)]), label)
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ def _codes_of(operand: plan.Operand) -> plan.Operand:
     return operand.weight if isinstance(operand, plan.Scaled) else operand
 
 
-def _with_computed(jobs: Sequence[_Job], units: plan.Units, computed: Computed, real: int) -> list[_Job]:
+def _with_computed(jobs: Sequence[_PackedUnit], units: plan.Units, computed: Computed, real: int) -> list[_PackedUnit]:
     """The same work with a Compute or Quantize in place of the copies from each computed tensor.
 
     Jobs that take from one computed tensor (a fused tensor that is written apart) become one, and so do all the
@@ -157,7 +157,7 @@ def _with_computed(jobs: Sequence[_Job], units: plan.Units, computed: Computed, 
     out = []
     for together in plan.joined(jobs, ((home.setdefault(result(file)[0], i), i) for i, file in files)):
         outputs: dict[int, dict[int, list[plan.Copy]]] = {}
-        one = _Job(together[0].name)
+        one = _PackedUnit(together[0].name)
         for job in together:
             one.labels += job.labels
             one.targets += job.targets
@@ -194,9 +194,9 @@ class _Moves:
         self._units = units
         self._whole: dict[tuple[str, int], int] = {}
         self._parts: dict[tuple[Any, ...], tuple[int, tuple[tuple[int, int, int, int], ...]]] = {}
-        """By all that decides them: elements, and (piece, form, byte in the stored tensor, byte in the rank's)."""
+        """Blocks by what decides them: elements and (piece, form, byte in the stored tensor, byte in the rank's)."""
         self._geometry: dict[int, tuple[LogicalTensor, int]] = {}
-        """Of tensors of several pieces: equal numbers for equal geometry. The tensor is kept because ids are reused."""
+        """Numbers of tensors of several pieces, equal for equal geometry. The tensor is kept because ids are reused."""
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._boxes: dict[int, object] = {}
         """Those of packed pieces, which tensors share; kept for the same reason."""
@@ -438,9 +438,9 @@ class Ties:
 
     def _operands(
         self, copy: DerivedTensor, owner: DerivedTensor, a: plan.Operand, b: plan.Operand
-    ) -> Iterator[tuple[plan.Stored, plan.Stored]]:
+    ) -> Iterator[tuple[plan.StoredOperand, plan.StoredOperand]]:
         """What must hold the same so that two operands do."""
-        if isinstance(a, plan.Stored) and isinstance(b, plan.Stored):
+        if isinstance(a, plan.StoredOperand) and isinstance(b, plan.StoredOperand):
             if [c[1:] for c in a.copies] == [c[1:] for c in b.copies]:
                 yield a, b
                 return

@@ -114,7 +114,7 @@ class DerivedTensor:
     same: LogicalTensor | None = None
     _parts: tuple[Region, ...] = ()
     _starts: list[int] | None = None
-    """Of many parts that lie one behind the other: where each begins on the first axis; [] when they do not."""
+    """Where each of many parts that lie one behind the other begins on the first axis; [] when they do not."""
     _longest: int = 1
     """The most that one of them takes up there."""
 
@@ -597,7 +597,7 @@ class _Axes:
         return ndim - 1 if axis is None else axis
 
     def layer(self, name: str) -> int | None:
-        """Whose tensor it is."""
+        """The layer whose tensor it is."""
         place = self.family.placement(name, self.before)
         return place.layer if place else None
 

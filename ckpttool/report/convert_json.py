@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.core.files import Place
     from ckpttool.formats.paddle import Program
     from ckpttool.ops.convert_json.check import Repaired
-    from ckpttool.ops.convert_json.convert import Conversion, Converted
+    from ckpttool.ops.convert_json.convert import Converted, PreparedConversion
     from ckpttool.ops.convert_json.header import HeaderResult
     from ckpttool.ops.convert_json.index import IndexResult
 
@@ -58,7 +58,7 @@ _MOST = 5
 # -- conversion
 
 
-def _conversion(conversion: Conversion, dst: Place) -> dict[str, Any]:
+def _conversion(conversion: PreparedConversion, dst: Place) -> dict[str, Any]:
     return {
         "schema": "ckpttool.convert/1",
         "source": str(conversion.source),
@@ -73,7 +73,7 @@ def _conversion(conversion: Conversion, dst: Place) -> dict[str, Any]:
     }
 
 
-def plan_document(conversion: Conversion, dst: Place) -> Document:
+def plan_document(conversion: PreparedConversion, dst: Place) -> Document:
     """``--dry-run``: the files and the tensors with both of their names."""
     other = conversion.names if conversion.back else {n: p for p, n in conversion.names.items()}
     rows = []
@@ -95,11 +95,11 @@ def plan_document(conversion: Conversion, dst: Place) -> Document:
     return Document(json, sections, conversion.notes, len(rows))
 
 
-def _summary(conversion: Conversion, dst: Place) -> str:
+def _summary(conversion: PreparedConversion, dst: Place) -> str:
     return f"{plain(str(dst))}: {_details(conversion)}"
 
 
-def _details(conversion: Conversion) -> str:
+def _details(conversion: PreparedConversion) -> str:
     renamed = f", {len(conversion.names):,} renamed" if conversion.names else ""
     files = count(len(conversion.plan.outputs), "file")
     return f"{count(len(conversion.catalog), 'tensor')}, {short(conversion.nbytes)} in {files}{renamed}"

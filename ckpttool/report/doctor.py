@@ -9,7 +9,7 @@ from ckpttool.answers.document import Document, Paragraph, Section
 from ckpttool.errors import plain
 
 if TYPE_CHECKING:
-    from ckpttool.ops.doctor import Health
+    from ckpttool.ops.doctor import MachineHealth
 
 _TITLES = {
     "place": "Where files go",
@@ -20,7 +20,7 @@ _TITLES = {
 }
 
 
-def document(health: Health, *, problems: bool = False) -> Document:
+def document(health: MachineHealth, *, problems: bool = False) -> Document:
     """Everything by topic; for people with ``problems`` only what is not ok."""
 
     def json() -> dict[str, Any]:

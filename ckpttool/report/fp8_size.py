@@ -13,9 +13,9 @@ from ckpttool.report.text import pick, ranks, shape
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport
-    from ckpttool.ops.fp8_size.cache import Cache
-    from ckpttool.ops.fp8_size.resident import Ranks
-    from ckpttool.ops.fp8_size.training import Training
+    from ckpttool.ops.fp8_size.cache import KvCache
+    from ckpttool.ops.fp8_size.resident import RankLoads
+    from ckpttool.ops.fp8_size.training import TrainingSetup
 
 UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
 _LAST = ("GB", "GiB", "tensors")
@@ -103,7 +103,7 @@ def _verdict(report: SizeReport) -> str:
     return "\n".join(lines)
 
 
-def _possible(found: Ranks) -> str:
+def _possible(found: RankLoads) -> str:
     """The ways to cut that would do."""
     works = ", ".join(map(str, found.works))
     hint = f"possible: --tp-out {works}" if works else "no other tp is possible"
@@ -153,7 +153,7 @@ def _files(report: SizeReport, units: Sequence[str]) -> Table:
     return _aligned(("on disk", "bytes", *units), [[name, *_sizes(n, units)] for name, n in rows])
 
 
-def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> Iterator[Sequence[Section]]:
+def _ranks(report: SizeReport, found: RankLoads, units: Sequence[str]) -> Iterator[Sequence[Section]]:
     """Everything about ranks: whether they can be, what they hold, whether it fits."""
     lines = [f"per rank: {found.mesh}"]
     rows, padded = found.vocabulary
@@ -176,14 +176,14 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> Iterator[S
 
 
 def _groups(rows: Iterable[H]) -> dict[H, list[int]]:
-    """Ranks with equal rows."""
+    """RankLoads with equal rows."""
     out: dict[H, list[int]] = {}
     for rank, row in enumerate(rows):
         out.setdefault(row, []).append(rank)
     return out
 
 
-def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> Table:
+def _serving(report: SizeReport, found: RankLoads, units: Sequence[str]) -> Table:
     cache = report.cache
     used = [cache.used(at.pp) if cache else 0 for at in found.mesh.all_coords()]
     held = [(w.experts, w.dense, n) for w, n in zip(found.held, used, strict=True)]
@@ -195,7 +195,7 @@ def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> Table:
     return _aligned(header, rows)
 
 
-def _cache(c: Cache) -> str:
+def _cache(c: KvCache) -> str:
     what = "latents" if c.latent else "keys and values"
     if c.even:
         each = f"{c.per_layer:,} bytes a token and layer on a rank, {c.per_token:,} in all layers"
@@ -220,7 +220,7 @@ def _cache(c: Cache) -> str:
     return "\n".join(lines)
 
 
-def _training(t: Training, units: Sequence[str]) -> list[Section]:
+def _training(t: TrainingSetup, units: Sequence[str]) -> list[Section]:
     head = f"training: ZeRO-{t.zero}, dp {t.dp}"
     if t.expert_dp != t.dp:
         head += f" (experts {t.expert_dp})"
@@ -279,7 +279,7 @@ def _json(report: SizeReport, by: str) -> dict[str, Any]:
     return {**out, "not_modelled": list(report.not_modelled), "notes": report.notes}
 
 
-def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
+def _ranks_json(report: SizeReport, found: RankLoads) -> dict[str, Any]:
     cache, training, fit = report.cache, report.training, report.fit
     held = _groups((w, at.pp) for w, at in zip(found.held, found.mesh.all_coords(), strict=False))
     groups = []

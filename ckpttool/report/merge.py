@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
-    from ckpttool.ops.merge.origins import Group
+    from ckpttool.ops.merge.origins import TensorOrigin
 
 _PROVEN = "recomputed the merge; every element matches"
 _ALIKE, _GROUPS = 2, 12
@@ -85,13 +85,13 @@ def _merge(prepared: PreparedMerge) -> dict[str, Any]:
     }
 
 
-def _groups(prepared: PreparedMerge) -> list[Group]:
+def _groups(prepared: PreparedMerge) -> list[TensorOrigin]:
     from ckpttool.ops.merge.origins import came_from
 
     return came_from(prepared.plan, prepared.provenance.operands, prepared.method)
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: TensorOrigin) -> dict[str, Any]:
     from ckpttool.core.tensor_names import fold
 
     return {
@@ -104,7 +104,7 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _from_where(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def _from_where(groups: Sequence[TensorOrigin]) -> list[tuple[str, str]]:
     """What came from where, where there is more to say than that all tensors are made alike."""
     from ckpttool.ops.merge.origins import some_names
 

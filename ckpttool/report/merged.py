@@ -12,8 +12,8 @@ from ckpttool.core.dtypes import nbytes
 from ckpttool.core.tensor_names import printable
 from ckpttool.core.words import count, short
 from ckpttool.ops.merge.card import HEADS, recipe_text
-from ckpttool.ops.merge.distances import NUMBERS, Distances, Parent
-from ckpttool.ops.merge.origins import Group, came_from, computed, parameters_of, short_names, some_names
+from ckpttool.ops.merge.distances import NUMBERS, Distances, ParentDistances
+from ckpttool.ops.merge.origins import TensorOrigin, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
 from ckpttool.report.page import BEGINS, ReportPage, render
 from ckpttool.report.page.document import Column, Kind, PageCell, PageSection, Series, section
@@ -47,7 +47,7 @@ _HELP = {
 class _SourceNames(dict[str, str]):
     """What the sources are called, by label."""
 
-    def of(self, parent: Parent) -> str:
+    def of(self, parent: ParentDistances) -> str:
         return self[parent.label] + " (base)" * parent.is_base
 
 
@@ -112,7 +112,7 @@ def _table(id_: str, title: str, said: str, columns: Sequence[tuple[str, Kind]],
     return section("table", id_, title, said, columns=titles, rows=rows)
 
 
-def _origins(result: MergeResult, groups: Sequence[Group], names: _SourceNames) -> PageSection:
+def _origins(result: MergeResult, groups: Sequence[TensorOrigin], names: _SourceNames) -> PageSection:
     """The sources."""
     bases = {g.base for g in groups if g.base}
     rows: list[list[PageCell]] = []
@@ -230,7 +230,7 @@ def _changes(distances: Distances, names: _SourceNames) -> PageSection:
     return _table("changes", "Largest changes", said, [("tensor", "code"), ("elements", "count"), *away], rows)
 
 
-def _came_from(groups: Sequence[Group], names: _SourceNames) -> PageSection:
+def _came_from(groups: Sequence[TensorOrigin], names: _SourceNames) -> PageSection:
     rows = [
         [
             some_names(g.names),

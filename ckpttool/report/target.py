@@ -85,12 +85,9 @@ def share_json(plan: Plan, run: RunOptions) -> dict[str, int]:
     """The share of this process, where it does one part of the plan."""
     if run.member is None:
         return {}
-    from ckpttool.execute.machines.shares import cut
-    from ckpttool.execute.schedule import checksums_of, schedule
+    from ckpttool.execute.tasks import bytes_of_part
 
-    tasks = schedule(plan, checksums_of(plan, manifest=run.manifest))
-    own = cut(plan, tasks, run.member.of)[run.member.number - 1]
-    size = sum([p.nbytes for t in own for p in tasks[t].parts])
+    size = bytes_of_part(plan, run.member, manifest=run.manifest)
     return {"part": run.member.number, "of": run.member.of, "part_bytes": size}
 
 

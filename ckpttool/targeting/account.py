@@ -19,7 +19,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor
 from ckpttool.core.dtypes import lookup
 from ckpttool.core.patterns import compile_pattern
-from ckpttool.core.plan import Adapted, Operand, Scaled, Stored
+from ckpttool.core.plan import Adapted, Operand, Scaled, StoredOperand
 from ckpttool.core.words import count
 from ckpttool.errors import VerifyError
 from ckpttool.execute.checks import agree
@@ -223,9 +223,9 @@ class _Read:
         return bisect_left(self._places, start) < bisect_left(self._places, stop)
 
 
-def _stored(operand: Operand) -> Iterator[Stored]:
+def _stored(operand: Operand) -> Iterator[StoredOperand]:
     """What an operand is read from."""
-    if isinstance(operand, Stored):
+    if isinstance(operand, StoredOperand):
         yield operand
     elif isinstance(operand, Scaled):
         yield from (part for part in (operand.weight, operand.scale, operand.factor) if part is not None)

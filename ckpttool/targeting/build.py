@@ -34,9 +34,9 @@ from ckpttool.targeting.components import chosen_components, with_single
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.mixed import doubts
-from ckpttool.targeting.naming import Named, choose_dialect, choose_version, renamed, shapes_of
+from ckpttool.targeting.naming import OutputTensors, choose_dialect, choose_version, renamed, shapes_of
 from ckpttool.targeting.prediction import settled
-from ckpttool.targeting.ranks import Shares, kept_single, share_out
+from ckpttool.targeting.ranks import RankShares, kept_single, share_out
 from ckpttool.targeting.recode import Recoded, Recoding, recode
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.sidecars import beside, target_config
@@ -59,7 +59,7 @@ class Prepared:
     dtype: str
     """What --dtype casts to, or ""."""
     dtypes: dict[str, str]
-    """Of every tensor of the output, by its name there."""
+    """Dtype of every tensor of the output, by its name there."""
     notes: list[str]
     """In the order in which they were found."""
     removed: tuple[int, int] = (0, 0)
@@ -78,7 +78,7 @@ class Prepared:
     usage: str = ""
     """What reads the output, see ``FileLayout``."""
     parts: Mapping[str, Prepared] = field(default_factory=dict)
-    """Of a directory of several models, what each of those becomes that are written anew, by its directory."""
+    """The rewritten models of a directory of several models, by their directories."""
 
     def next_step(self, dst: Place) -> str:
         """A command, or a line of Python, that reads the output at ``dst``; "" where there is none to name."""
@@ -167,7 +167,7 @@ def _decide(source: Checkpoint, target: Target, notes: list[str]) -> Goal:
     return Goal(target, writer, mesh, requested, dtype, dialect, context)
 
 
-def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str]) -> Named:
+def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str]) -> OutputTensors:
     """The chosen tensors under the names of the output."""
     family = source.family
     everything = parameters(source.catalog)
@@ -182,7 +182,7 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
         views = rename_by_rules(views, selection.rename)
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
-    return Named(views, ruled, names, after, removed)
+    return OutputTensors(views, ruled, names, after, removed)
 
 
 def _not_cast(table: Mapping[str, DerivedTensor], dtype: str) -> list[str]:
@@ -219,7 +219,7 @@ def _with_tied_states(
     return replace(source, catalog=replace(source.catalog, tensors=tensors)), moved
 
 
-def _with_states_of_both(source: Checkpoint, named: Named) -> tuple[Checkpoint, dict[str, str]]:
+def _with_states_of_both(source: Checkpoint, named: OutputTensors) -> tuple[Checkpoint, dict[str, str]]:
     """The checkpoint with the state and the masters of tied tensors under both of their names, where both are written;
     and the names that have got state, with those that had it.
 
@@ -239,7 +239,9 @@ def _with_states_of_both(source: Checkpoint, named: Named) -> tuple[Checkpoint, 
     return replace(source, catalog=replace(source.catalog, tensors=tensors)), copied
 
 
-def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes: list[str]) -> WriteRequest:
+def _request(
+    source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares, notes: list[str]
+) -> WriteRequest:
     """What the format is told of the output."""
     target = goal.target
     config, said = _config(source, goal, named)
@@ -266,7 +268,7 @@ def _request(source: Checkpoint, goal: Goal, named: Named, shares: Shares, notes
     )
 
 
-def _config(source: Checkpoint, goal: Goal, named: Named) -> tuple[dict[str, Any], list[str]]:
+def _config(source: Checkpoint, goal: Goal, named: OutputTensors) -> tuple[dict[str, Any], list[str]]:
     """config.json of the output, and notes about it."""
     views = named.views
     read = (r.source.key.name for v in (*views, *(copy for copy, _ in views.tied)) for r in v.parts)
@@ -276,7 +278,7 @@ def _config(source: Checkpoint, goal: Goal, named: Named) -> tuple[dict[str, Any
     return target_config(source.dialect, goal, views.table), notes
 
 
-def _training(source: Checkpoint, goal: Goal, named: Named, shares: Shares) -> Training | None:
+def _training(source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares) -> Training | None:
     """What a trainer resumes from, where the output is that of a run; its optimizer may have no state yet, or none."""
     if not goal.target.resumes(goal.writer.capabilities):
         return None

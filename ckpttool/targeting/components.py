@@ -122,7 +122,7 @@ def run_names(source: Checkpoint) -> list[str]:
 
 
 def _narrowed(target: Target, capabilities: Capabilities, keep: Sequence[str]) -> bool:
-    """Whether a training run goes on in a narrow dtype: what its optimizer worked on is then in the masters alone."""
+    """Whether a training run continues in a narrow dtype: what its optimizer worked on is then in the masters alone."""
     narrow = castable(target.dtype) in ("BF16", "F16")
     return narrow and "optimizer" in keep and "master_weights" in capabilities.components
 

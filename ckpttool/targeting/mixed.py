@@ -28,8 +28,8 @@ from ckpttool.targeting.states import read_number
 _SAMPLES, _SAMPLE, _BLOCK = 4, 4096, 1 << 20
 
 
-class Doubt(NamedTuple):
-    """What a finding says."""
+class MixedSave(NamedTuple):
+    """A sign that files of two saves lie together."""
 
     id: str
     text: str
@@ -37,9 +37,12 @@ class Doubt(NamedTuple):
     hint: str = ""
 
 
-def doubts(catalog: Catalog) -> list[Doubt]:
-    """All doubts. Of files that are alike a few kilobytes are read, and all of those whose samples are equal."""
-    out: list[Doubt] = []
+def doubts(catalog: Catalog) -> list[MixedSave]:
+    """All signs of mixed saves.
+
+    Of files that are alike a few kilobytes are read, and all of those whose samples are equal.
+    """
+    out: list[MixedSave] = []
     for look in (_equal_files, _steps):
         with suppress(CkptError):  # a file that cannot be read: what reads it says so
             out += look(catalog)
@@ -49,7 +52,7 @@ def doubts(catalog: Catalog) -> list[Doubt]:
 # -- files
 
 
-def _equal_files(catalog: Catalog) -> Iterator[Doubt]:
+def _equal_files(catalog: Catalog) -> Iterator[MixedSave]:
     files = {i: f for i, f in enumerate(catalog.files) if f.encoding is None and is_here(f.place)}
     sizes: dict[int, list[int]] = {}
     for i, f in files.items():
@@ -67,11 +70,11 @@ def _equal_files(catalog: Catalog) -> Iterator[Doubt]:
                 yield _copied(first, file)
 
 
-def _copied(first: DataFile, other: DataFile) -> Doubt:
+def _copied(first: DataFile, other: DataFile) -> MixedSave:
     names = [f.place.name for f in (first, other)]
     if names[0] == names[1]:
         names = [f"{f.place.parent.name}/{f.place.name}" for f in (first, other)]
-    return Doubt(
+    return MixedSave(
         "files-equal",
         f"{names[0]} and {names[1]} are identical: one may be a copy under the other's name",
         f"{first.place}; {other.place}",
@@ -80,7 +83,7 @@ def _copied(first: DataFile, other: DataFile) -> Doubt:
 
 
 def _largest(catalog: Catalog, files: set[int]) -> dict[int, list[StoredTensor]]:
-    """Of each file the largest tensors of which a piece counts, a few: a catalog may have millions of pieces."""
+    """The few largest tensors with a piece in each file: a catalog may have millions of pieces."""
     found: dict[int, list[StoredTensor]] = {}
     for tensor in catalog:
         if lookup(tensor.dtype).bits % 8:
@@ -122,7 +125,7 @@ def _same_bytes(one: DataFile, other: DataFile) -> bool:
 # -- steps
 
 
-def _steps(catalog: Catalog) -> Iterator[Doubt]:
+def _steps(catalog: Catalog) -> Iterator[MixedSave]:
     """From files of this machine: a request for each of thousands of numbers takes its time elsewhere."""
     tensors = [t for t in catalog if t.key.component == "optimizer" and t.key.state == STEP and _is_near(catalog, t)]
     taken: dict[float, list[str]] = {}
@@ -133,7 +136,7 @@ def _steps(catalog: Catalog) -> Iterator[Doubt]:
     if len(taken) > 1:
         (most, names), *others = sorted(taken.items(), key=lambda item: -len(item[1]))
         rest = ", ".join(f"{n:,g} with {len(of):,} ({some(of)})" for n, of in others[:3])
-        yield Doubt(
+        yield MixedSave(
             "steps-differ",
             f"the optimizer has taken {most:,g} steps with {count(len(names), 'parameter')}, and {rest}: files of two"
             " saves, or parameters that had no gradient",

@@ -100,7 +100,7 @@ def _differ(ours: Statements, others: Statements) -> list[str]:
 
 
 @dataclass(slots=True)
-class Named:
+class OutputTensors:
     """The tensors of the output under their names."""
 
     views: TensorTable
@@ -120,7 +120,7 @@ def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:
 
 
 def choose_version(source: StoredCheckpoint, target: Target, writer: Writer) -> str:
-    """What --target says; else the version that wrote the source, else the newest. "" where there are no versions."""
+    """The version that --target gives, else the one that wrote the source, else the newest; "" where there are none."""
     capabilities = writer.capabilities
     if target.version in capabilities.namings:
         return ""

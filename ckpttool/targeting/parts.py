@@ -28,9 +28,9 @@ from ckpttool.core.plan import (
     Quantize,
     Randomness,
     Scaled,
-    Source,
+    SourceFile,
     Step,
-    Stored,
+    StoredOperand,
     Unit,
     Units,
 )
@@ -87,7 +87,7 @@ def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
 
 
 def in_part(part: Part, target: Target) -> Target:
-    """The target of one part: what is no model has one file, or its software would not find it."""
+    """The target of one part: what is not a model has one file, or its software would not find it."""
     return target if part.is_model else replace(target, max_shard_size=None)
 
 
@@ -257,13 +257,13 @@ def _recoded(ones: Sequence[Prepared]) -> Recoded | None:
 
 def join_plans(plans: Iterable[tuple[Part, Plan]], carried: Iterable[Output]) -> Plan:
     """One plan with the steps of all: files of a part lie in its directory."""
-    sources: list[Source] = []
+    sources: list[SourceFile] = []
     outputs: list[Output] = []
     units = Units()
     tensors: list[int] = []
     randomness: Randomness | None = None
     for part, plan in plans:
-        move = _Move(len(sources), len(outputs))
+        move = _StepMover(len(sources), len(outputs))
         for unit in plan.units:
             units.append(move.unit(unit, part.prefix))
         tensors += [f + len(outputs) for files in plan.ranks for f in files]
@@ -280,8 +280,8 @@ def join_plans(plans: Iterable[tuple[Part, Plan]], carried: Iterable[Output]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Steps of a plan in one whose first files are others'."""
+class _StepMover:
+    """Puts the steps of one plan into another one, behind its files."""
 
     sources: int
     outputs: int
@@ -311,7 +311,7 @@ class _Move:
 
     def operand(self, operand: Operand) -> Operand:
         match operand:
-            case Stored():
+            case StoredOperand():
                 return self._stored(operand)
             case Scaled():
                 factor = operand.factor and self._stored(operand.factor)
@@ -324,7 +324,7 @@ class _Move:
             case Gathered():
                 return operand._replace(sources=tuple(map(self.operand, operand.sources)))
 
-    def _stored(self, operand: Stored) -> Stored:
+    def _stored(self, operand: StoredOperand) -> StoredOperand:
         return operand._replace(copies=tuple([c._replace(src=self._read(c.src)) for c in operand.copies]))
 
     def _results(self, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:

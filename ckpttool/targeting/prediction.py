@@ -15,8 +15,8 @@ _OWN = re.compile(r"(?<![^.])mtp(?:_\w+)?\.(?:layers\.)?(?P<number>\d{1,9})?")
 """Names of prediction layers that are numbered by themselves: ``mtp.layers.0``, ``model.mtp_block.0``."""
 
 
-class _Found(NamedTuple):
-    """What names say of layers."""
+class _NamedLayers(NamedTuple):
+    """Layers by the names of their tensors."""
 
     complete: bool
     """Whether all layers are there that come before those of prediction."""
@@ -75,7 +75,7 @@ def _with(config: Mapping[str, Any], inner: Mapping[str, Any], values: Mapping[s
     return {**config, "text_config": {**inner, **values}}
 
 
-def _found(names: Iterable[str], layers: int) -> _Found:
+def _found(names: Iterable[str], layers: int) -> _NamedLayers:
     numbered: dict[str, set[int]] = {}
     own: set[int] = set()
     for name in names:
@@ -86,4 +86,4 @@ def _found(names: Iterable[str], layers: int) -> _Found:
     # A model may have towers with layers of their own.
     found = max(numbered.values(), key=lambda s: (sum(n < layers for n in s), -len(s)), default=set[int]())
     beyond = {n - layers for n in found if n >= layers}
-    return _Found(found.issuperset(range(layers)), frozenset(own | beyond))
+    return _NamedLayers(found.issuperset(range(layers)), frozenset(own | beyond))

@@ -24,32 +24,32 @@ from ckpttool.layout.statements import Tie
 from ckpttool.planning.relate import DerivedTensor, EqualPair, permute, propagate_to_component
 from ckpttool.targeting.components import Component, share_of
 from ckpttool.targeting.mesh import chosen_ranks
-from ckpttool.targeting.naming import Named
+from ckpttool.targeting.naming import OutputTensors
 from ckpttool.targeting.target import WEIGHTS, Goal
 
 
 @dataclass(slots=True)
-class Shares:
-    """What the ranks of the output store."""
+class RankShares:
+    """The tensors that each rank of the output stores."""
 
     family: Family
-    """With what the format keeps whole."""
+    """The rules, with what the format keeps whole."""
     chosen: tuple[int, ...]
     """Ranks that are written; the others store nothing."""
     ranks: list[RankTensors]
     tables: Mapping[Component, dict[str, DerivedTensor]]
-    """Of each component: the view of each parameter."""
+    """The view of each parameter, by component."""
     read: dict[str, DerivedTensor]
     """The views by their own names, as a reader of the output has them."""
     views: dict[str, DerivedTensor]
     """The same as the files hold them: some with their axes exchanged."""
     dtypes: dict[str, str]
-    """Of each view in the output."""
+    """Dtype of each view in the output."""
 
 
 def share_out(
-    source: Checkpoint, goal: Goal, named: Named, components: Sequence[Component], equal: list[EqualPair]
-) -> Shares:
+    source: Checkpoint, goal: Goal, named: OutputTensors, components: Sequence[Component], equal: list[EqualPair]
+) -> RankShares:
     """Cut the parameters over the mesh, and let the other ``components`` follow. ``equal`` collects what must agree.
 
     Raises LayoutError for a tensor that cannot be cut, ConflictError for a vocabulary that no reader would find again.
@@ -80,11 +80,11 @@ def share_out(
         prefix = goal.dialect.prefix(views.table)
         turned = partial(goal.writer.turned, version=goal.context.version, prefix=prefix, config=goal.context.config)
         ranks = [RankTensors((_turned(turned, r, stored) for r in rank), share_index_with=like) for rank in ranks]
-    return Shares(family, chosen, ranks, tables, read, stored, dtypes)
+    return RankShares(family, chosen, ranks, tables, read, stored, dtypes)
 
 
 def kept_single(goal: Goal, components: Sequence[Component]) -> tuple[str, ...]:
-    """Patterns of what the trainer that goes on from the output keeps in float32; () where no training goes on."""
+    """Patterns of what the trainer keeps in float32; () where no training continues from the output."""
     trained = any(c == "optimizer" for c, _ in components) and goal.writer.capabilities.states
     return goal.dialect.single(goal.context) if trained else ()
 
@@ -109,7 +109,7 @@ def _output_dtype(
     return cast
 
 
-def _partitioner(family: Family, goal: Goal, named: Named, cast: Callable[[str, str], str]) -> Partitioner:
+def _partitioner(family: Family, goal: Goal, named: OutputTensors, cast: Callable[[str, str], str]) -> Partitioner:
     capabilities = goal.writer.capabilities
     context = PartitionContext(
         goal.mesh,
@@ -138,7 +138,7 @@ def _vocab_multiple(goal: Goal) -> int:
     return lcm(asked or 1, own.vocab_multiple)
 
 
-def _vocabulary(family: Family, named: Named) -> set[str]:
+def _vocabulary(family: Family, named: OutputTensors) -> set[str]:
     """Names in the output of the tensors with a row for each token."""
     names, place_of = named.names, family.placer(named.statements)
     places = ((v.name, place_of(v.name)) for v in named.ruled)

@@ -60,7 +60,7 @@ class Recoding:
     scheme: Scheme | None = None
     """How they are quantised; None: none of them is."""
     dtype: str = ""
-    """Of weights that come out of codes; "" is what the config says, else BF16."""
+    """Dtype of weights that come out of codes; "" is what the config says, else BF16."""
     keep: Keep = field(default_factory=Keep)
     like_source: bool = False
     """Names and scales as the source has them, where its software has the recipe."""
@@ -72,11 +72,11 @@ class Recoded:
 
     checkpoint: Checkpoint
     source: Checkpoint
-    """As it was."""
+    """The source before it is recoded."""
     computed: Computed
     scheme: Scheme | None
     dtype: str
-    """Of weights that came out of codes."""
+    """Dtype of weights that came out of codes."""
     written: list[tuple[str, bytes]]
     """Small files that say how weights are quantised, other than config.json."""
     quantised: int = 0
@@ -142,7 +142,7 @@ def recode(source: Checkpoint, recoding: Recoding, *, remove: Sequence[str] = ()
 
 
 def _said(config: Mapping[str, Any]) -> Scheme | None:
-    """The recipe of the source as its config has it; None also where that is none of ours: its tensors decide."""
+    """The recipe of the source as its config has it; None also where it is an unknown one: its tensors decide."""
     try:
         found = said(config).scheme
     except UnsupportedError:

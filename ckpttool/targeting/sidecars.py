@@ -66,7 +66,7 @@ def beside(
 def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str]) -> list[tuple[str, DataFile]]:
     """(name in DST, file) of what is carried from the subdirectories of SRC; notes say what is not, there and beside.
 
-    ``taken`` are names of DST that are no directories.
+    ``taken`` are names of files in DST.
     """
     if not (source.path.is_dir() or is_index(source.path.name)):
         return []  # one file of a directory that may hold anything

@@ -4,7 +4,7 @@
     Paddle   moment1_0  moment2_0    beta1_pow_acc_0   F32 [1], and beta2_pow_acc_0
 
 The averages are the same tensors under other names, where they are Adam's: others have one of them (Adamax, Lion), or
-a momentum that is no sum of gradients (RMSprop, Muon). A step is worked out from the powers of the betas and the other
+another kind of momentum (RMSprop, Muon). A step is worked out from the powers of the betas and the other
 way round, while planning: what comes out is a number in no file (``encodings.Given``). The power after n steps is beta
 multiplied n times with beta, each product rounded, so the step is the one n that gives exactly the stored bits.
 """
@@ -35,7 +35,7 @@ from ckpttool.planning.relate import DerivedTensor
 from ckpttool.targeting.target import Target
 
 Betas = tuple[float, float]
-"""Of Adam: how fast its two averages forget."""
+"""Adam's betas: how fast its two averages forget."""
 
 MOST_STEPS = 1 << 24
 """Up to which torch counts in float32."""
@@ -114,7 +114,7 @@ class Translation:
     file: int
     """Number of the file of what was worked out."""
     betas: Mapping[str, Betas]
-    """By parameter, of what was worked out."""
+    """Betas of the computed states, by parameter."""
     moved: dict[str, str] = field(default_factory=dict)
     """Parameter -> the one whose state it got, which is tied to it."""
 
@@ -331,7 +331,7 @@ class _Translator:
         return self._powers[beta, dtype]
 
     def _dtype(self, key: Key) -> str:
-        """Of Paddle's powers: float64 for parameters that are."""
+        """Dtype of Paddle's powers: float64 for float64 parameters."""
         moment = self.source.catalog.tensors.get(key._replace(state="exp_avg"))
         return "F64" if moment is not None and moment.dtype == "F64" else "F32"
 

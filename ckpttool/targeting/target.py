@@ -39,7 +39,7 @@ class Target:
     """Ranks that share the optimizer state of one model-parallel rank."""
     sharding_version: str = ""
     version: str = ""
-    """Of the software that shall read the output (--target)."""
+    """Version of the software that will read the output (--target)."""
     components: tuple[str, ...] = ()
     """Only these; () is all that the format can hold."""
     ema: bool = False
@@ -49,13 +49,13 @@ class Target:
     aoa: Place | None = None
     """A file of AOA statements that says which tensors are written."""
     betas: tuple[float, float] | None = None
-    """Of Adam, where nothing in SRC says them."""
+    """Adam's betas, where SRC does not record them."""
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
 
     def resumes(self, capabilities: Capabilities) -> bool:
-        """Whether the output is to hold the optimizer, if there is one: a run goes on from it."""
+        """Whether the output must hold the optimizer, if there is one: a run continues from it."""
         wanted = self.components or (("model",) if self.ema else capabilities.components)
         return "optimizer" in {*wanted} & {*capabilities.components}
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpttool.core.plan import Gathered, Operand, Run
+from ckpttool.core.plan import Gathered, Operand, RowRun
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.vocabulary.read import Added, Vocabulary
 
@@ -60,7 +60,7 @@ class TokenRule(NamedTuple):
 class Picks(NamedTuple):
     """The rows of one matrix of the output; sources count the matrices that were given."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     means: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
@@ -104,12 +104,12 @@ class MergedVocabulary:
         every = tuple([(0, i) for i in range(self.size if self.rows > self.size else 0)])
         for at, picks in enumerate(self.picks(which, [s[0] for s in shapes])):
             aligned: Operand = Gathered(sources, (self.size, columns), *picks)
-            if picks == Picks((Run(0, self.size, at, 0),), ()) and shapes[at][0] == self.size:
+            if picks == Picks((RowRun(0, self.size, at, 0),), ()) and shapes[at][0] == self.size:
                 aligned = operands[at]
             if every:
                 mean = Gathered((aligned,), (1, columns), (), ((0, every),))
-                padding = [Run(i, i + 1, 1, 0) for i in range(self.size, self.rows)]
-                aligned = Gathered((aligned, mean), (self.rows, columns), (Run(0, self.size, 0, 0), *padding))
+                padding = [RowRun(i, i + 1, 1, 0) for i in range(self.size, self.rows)]
+                aligned = Gathered((aligned, mean), (self.rows, columns), (RowRun(0, self.size, 0, 0), *padding))
             found.append(aligned)
         return found
 
@@ -246,7 +246,7 @@ def _lacking(donor: Vocabulary, others: Iterable[Vocabulary]) -> tuple[dict[str,
     return new, list(differing)
 
 
-def _runs(source: Ids, row: Ids) -> tuple[Run, ...]:
+def _runs(source: Ids, row: Ids) -> tuple[RowRun, ...]:
     """Rows, without means, as runs."""
     at = np.flatnonzero(source != _MEAN)
     source, row = source[at], row[at]
@@ -257,7 +257,7 @@ def _runs(source: Ids, row: Ids) -> tuple[Run, ...]:
     lengths = np.diff(np.append(starts, len(at)))
     first = np.where(source == _ZERO, 0, row)
     return tuple([
-        Run(start, start + n, of, begin)
+        RowRun(start, start + n, of, begin)
         for start, n, of, begin in zip(
             at[starts].tolist(), lengths.tolist(), source[starts].tolist(), first[starts].tolist(), strict=True
         )

@@ -133,7 +133,7 @@ def test_a_terminal_is_not_overrun(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
     found = [doctor.Point("place", "space", "ok", "word " * 30), doctor.Point("python", "x", "wrong", "", "hint " * 30)]
-    show(document(doctor.Health(tmp_path, found)))
+    show(document(doctor.MachineHealth(tmp_path, found)))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.count("word") for line in lines) == 30

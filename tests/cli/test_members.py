@@ -8,7 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ckpttool as api
 from ckpttool.core.files import Place
@@ -223,6 +225,18 @@ def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
     assert f"part 2 of 3: {short(shares[1])} of " in done.out
     assert "part 2" not in ckpttool(*COMMANDS[command], "--dry-run", merged=True).out
     assert not runs.asked
+
+
+@pytest.mark.parametrize("more", [[], ["--manifest"]])
+@pytest.mark.parametrize("form", ["dcp", "hf"])
+def test_a_dry_run_counts_what_the_part_writes(form: str, more: list[str], here: Path) -> None:
+    """DCP's files hold checksums of tensors: one of 5 MiB is hashed, and so written, by one part."""
+    held = {f"a{n}.weight": np.full((1024, 256 * n), n, np.float32) for n in (5, 3, 1)}
+    save_file(held, here / "model.safetensors")
+    for i in (1, 2, 3):
+        words = ("reshard", "model.safetensors", "dst", "--to", form, "--part", f"{i}/3", "--json", *more)
+        shown = json.loads(ckpttool(*words, "--dry-run").out)["part_bytes"]
+        assert json.loads(ckpttool(*words).out)["bytes_written"] == shown
 
 
 # -- a part that is started again when DST is there

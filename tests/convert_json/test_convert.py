@@ -23,7 +23,7 @@ from ckpttool.containers.safetensors import read_header
 from ckpttool.errors import CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
 from ckpttool.execute import NoProgress, RunOptions
 from ckpttool.execute.verification import Checks
-from ckpttool.ops.convert_json.convert import METADATA, Conversion, execute, from_safetensors, to_safetensors
+from ckpttool.ops.convert_json.convert import METADATA, PreparedConversion, execute, from_safetensors, to_safetensors
 from tests.convert_json.programs import (
     ELEMENTS,
     PARAMETERS,
@@ -51,7 +51,7 @@ def params_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json").removesuffix(".pdmodel") + ".pdiparams")
 
 
-def run(conversion: Conversion, dst: Path, **options: Any) -> None:
+def run(conversion: PreparedConversion, dst: Path, **options: Any) -> None:
     execute(conversion, dst, RunOptions(**options), NoProgress())
 
 
@@ -482,7 +482,7 @@ def test_a_file_that_appears_during_the_run(tmp_path: Path, monkeypatch: pytest.
 
     look = convert._look_at_safetensors
 
-    def appear(conversion: Conversion, written: Path) -> Checks:
+    def appear(conversion: PreparedConversion, written: Path) -> Checks:
         dst.write_bytes(b"mine")
         return look(conversion, written)
 

@@ -211,7 +211,7 @@ def test_dry_run_lists_what_would_go(tmp_path: Path) -> None:
     [
         (["lm_hed.weight"], "did you mean `lm_head.weight`?"),
         (["*"], "no tensor is left"),
-        ([], "nothing is to go"),
+        ([], "no tensors to drop"),
         (["lm_head.weight", "--link", "--tp-out", "2"], "--link keeps files that do not change"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpttool.core.dtypes import numpy_dtype
 from ckpttool.core.files import Place
-from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Stored, Target, Unit
+from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, StoredOperand, Unit, WrittenTensor
 from ckpttool.execute import blocks
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.verification import Checks, Verification
@@ -24,7 +24,7 @@ class Files:
         self.directory = directory
         self.sources: list[Any] = []
 
-    def stored(self, array: Array, dtype: str, label: str = "x", *, head: int = 8) -> Stored:
+    def stored(self, array: Array, dtype: str, label: str = "x", *, head: int = 8) -> StoredOperand:
         """The whole of an array as one operand, in a file of its own."""
         array = np.ascontiguousarray(array.astype(numpy_dtype(dtype)))
         number = len(self.sources)
@@ -32,7 +32,7 @@ class Files:
         self.sources.append(source(self.directory / f"{number}.bin", data))
         item = array.itemsize
         copy = Copy(Block(number, head, (item,)), Block(0, 0, (item,)), (array.size,), dtype, dtype)
-        return Stored(dtype, array.shape, (copy,), f"`{label}` of source {number}")
+        return StoredOperand(dtype, array.shape, (copy,), f"`{label}` of source {number}")
 
     def carrier(self) -> blocks.Mover:
         return blocks.Mover([s.path for s in self.sources], [], FilePool(), 1 << 20, threading.Event())
@@ -54,7 +54,7 @@ def merge_plan(directory: Path, *, rows: int = 40, dtype: str = "BF16", **change
         )
         if k == 0:
             copies: tuple[Copy, ...] = (Copy(Block(0, 0, (item,)), Block(0, 0, (item,)), (rows * 6,), dtype, dtype),)
-            targets: tuple[Target, ...] = (Target("t0", 0, 0, rows * 6 * item),)
+            targets: tuple[WrittenTensor, ...] = (WrittenTensor("t0", 0, 0, rows * 6 * item),)
             want = mean.tobytes()
         else:
             size = rows * 3 * item
@@ -68,7 +68,7 @@ def merge_plan(directory: Path, *, rows: int = 40, dtype: str = "BF16", **change
                 )
                 for half in range(2)
             )
-            targets = tuple(Target("t1", half, rows * 6 * item if half == 0 else 0, size) for half in range(2))
+            targets = tuple(WrittenTensor("t1", half, rows * 6 * item if half == 0 else 0, size) for half in range(2))
             halves = [np.ascontiguousarray(mean[:, :3]).tobytes(), np.ascontiguousarray(mean[:, 3:]).tobytes()]
         one = Compute(
             f"t{k}", (rows, 6), dtype, "linear", (x, y), None,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpttool.core.dtypes import itemsize, numpy_dtype
-from ckpttool.core.plan import Block, Copy, Output, Plan, Source, Target, Unit, merged_axes
+from ckpttool.core.plan import Block, Copy, Output, Plan, SourceFile, Unit, WrittenTensor, merged_axes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,13 +22,13 @@ def row_major(shape: Sequence[int], item: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def source(path: Path, data: bytes) -> Source:
+def source(path: Path, data: bytes) -> SourceFile:
     """A file of these bytes. One that is there already keeps its times, so that its plan stays the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_bytes() != data:
         path.write_bytes(data)
     st_ = path.stat()
-    return Source(str(path), st_.st_size, str(st_.st_mtime_ns))
+    return SourceFile(str(path), st_.st_size, str(st_.st_mtime_ns))
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:
@@ -137,7 +137,7 @@ def reshard(
                 box, (ss, ds) = merged_axes([y - x for x, y in zip(lo, hi, strict=True)], strides, strides2)
                 steps.append(Copy(Block(f, a, ss), Block(f2, b, ds), box, dtype, dst_dtype))
         targets = [
-            Target(f"t{t}", f, at, prod(b - a for a, b in zip(start, stop, strict=True)) * out_size)
+            WrittenTensor(f"t{t}", f, at, prod(b - a for a, b in zip(start, stop, strict=True)) * out_size)
             for start, stop, f, at, _ in places[1]
         ]
         units.append(Unit(f"t{t}", tuple(steps), tuple(targets)))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Target, Unit, merged_axes
+from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Unit, WrittenTensor, merged_axes
 from ckpttool.errors import UnsupportedError
 from ckpttool.execute import RunOptions, blocks, files, moves, reader, run, schedule, workforce
 from ckpttool.execute.hashing import hash_range
@@ -79,7 +79,7 @@ def recipes(draw: st.DrawFn) -> Callable[[Path], Plan]:
                 else:
                     steps.append(Fill(Block(f2, b, ds), box, dst_dtype))
         targets = [
-            Target(f"t{t}", f, at, prod(b - a for a, b in zip(start, stop, strict=True)) * out_size)
+            WrittenTensor(f"t{t}", f, at, prod(b - a for a, b in zip(start, stop, strict=True)) * out_size)
             for start, stop, f, at, _ in sides[1]
         ]
         half = len(steps) // 2 if draw(st.booleans()) else 0
@@ -170,7 +170,7 @@ def test_steps_of_other_kinds(tmp_path: Path) -> None:
             Copy(Block(0, 24, ()), Block(0, 64, ()), (), "F32", "F32"),
             Copy(Block(0, 28, (0,)), Block(0, 68, (0,)), (6,), "F4", "F4"),
         ),
-        (Target("t", 0, 8, 40),),
+        (WrittenTensor("t", 0, 8, 40),),
     )
     outputs = [
         Output("x.bin", 71, ((0, b"header"),)),

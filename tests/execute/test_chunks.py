@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Target, Unit
+from ckpttool.core.plan import Block, Copy, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.errors import AccessError
 from ckpttool.execute import RunOptions, compute, moves, quantize, run, schedule, workforce
 from ckpttool.execute.destinations import objects
@@ -135,7 +135,7 @@ def test_formats(name: str, manifest: bool, monkeypatch: pytest.MonkeyPatch, tmp
 def test_parts_and_hashes() -> None:
     """Two tensors of 100 bytes, in chunks of 64, behind a header of 8 bytes."""
     copies = [Copy(Block(0, 100 * i, (1,)), Block(0, 8 + 100 * i, (1,)), (100,), "U8", "U8") for i in range(2)]
-    units = [Unit(f"t{i}", (c,), (Target(f"t{i}", 0, 8 + 100 * i, 100),)) for i, c in enumerate(copies)]
+    units = [Unit(f"t{i}", (c,), (WrittenTensor(f"t{i}", 0, 8 + 100 * i, 100),)) for i, c in enumerate(copies)]
     plan = Plan([], [Output("a", 208, ((0, b"12345678"),)), Output("b", 10)], units)
     tasks = schedule.schedule(plan, [])
     chunks = Chunks(plan, tasks, (64, 0))
@@ -162,6 +162,6 @@ def test_what_is_put_whole_is_written_again() -> None:
 def test_checksums_inside_wait_for_the_end() -> None:
     fill = Fill(Block(0, 50, (1,)), (100,), "U8")
     output = Output("a", 200, ((0, b"head"), (160, b"tail")), checksums={50: (0,)})
-    plan = Plan([], [output], [Unit("t", (fill,), (Target("t", 0, 50, 100),))])
+    plan = Plan([], [output], [Unit("t", (fill,), (WrittenTensor("t", 0, 50, 100),))])
     chunks = Chunks(plan, schedule.schedule(plan, []), (32,))
     assert list(chunks.done([0])) == [(0, 1), (0, 2), (0, 3), (0, 4)]

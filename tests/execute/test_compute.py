@@ -25,7 +25,7 @@ from ckpttool.core.plan import (
     Gathered,
     LowRank,
     Operand,
-    Run,
+    RowRun,
     Scaled,
 )
 from ckpttool.errors import CorruptError, OutputError, VerifyError
@@ -119,7 +119,7 @@ def read_any_stretch(data: st.DataObject, directory: Path) -> None:
         want = want.astype(BF16).astype(np.float32)
     else:
         other = rng.standard_normal((3, columns)).astype(np.float32)
-        runs = (Run(0, 1, 1, 2), Run(1, 2, -1, 0), Run(3, 3 + rows, 0, 0))
+        runs = (RowRun(0, 1, 1, 2), RowRun(1, 2, -1, 0), RowRun(3, 3 + rows, 0, 0))
         operand = Gathered(
             (files.stored(weight, "F32"), files.stored(other, "F32")),
             (3 + rows, columns),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
+from ckpttool.core.plan import Block, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.errors import AccessError, OutputError, UsageError
 from ckpttool.execute import RunOptions, run
 from ckpttool.execute.destinations import destination_for, objects
@@ -191,7 +191,7 @@ def test_files_with_checksums_inside_are_refused(store: ObjectStore) -> None:
     fill = Fill(Block(0, 50, (1,)), (100,), "U8")
     output = Output("a.bin", 200, ((0, b"head"),), checksums={50: (0,)})
     with pytest.raises(UsageError, match="checksums of its tensors"):
-        write(Plan([], [output], [Unit("t", (fill,), (Target("t", 0, 50, 100),))]), on=FakeFleet())
+        write(Plan([], [output], [Unit("t", (fill,), (WrittenTensor("t", 0, 50, 100),))]), on=FakeFleet())
     assert not store.objects_
     assert not store.uploads_
 

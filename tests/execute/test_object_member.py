@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
+from ckpttool.core.plan import Block, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.errors import AccessError, CkptError, ConflictError, CorruptError, OutputError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, RunResult, run
 from ckpttool.execute.checks import check
@@ -372,7 +372,7 @@ def test_files_with_checksums_inside_are_refused(store: ObjectStore) -> None:
     fill = Fill(Block(0, 50, (1,)), (100,), "U8")
     output = Output("a.bin", 200, ((0, b"head"),), checksums={50: (0,)})
     with pytest.raises(UsageError, match="checksums of its tensors"):
-        member(Plan([], [output], [Unit("t", (fill,), (Target("t", 0, 50, 100),))]), 1, 2)
+        member(Plan([], [output], [Unit("t", (fill,), (WrittenTensor("t", 0, 50, 100),))]), 1, 2)
     assert not store.objects_
 
 

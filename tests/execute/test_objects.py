@@ -16,7 +16,7 @@ from zlib import crc32
 
 import pytest
 
-from ckpttool.core.plan import AssertEqual, Block, Output, Plan, Source, Unit
+from ckpttool.core.plan import AssertEqual, Block, Output, Plan, SourceFile, Unit
 from ckpttool.errors import AccessError, ConflictError, CorruptError, OutputError, VerifyError
 from ckpttool.execute import NoProgress, RunOptions, RunResult, files, run, workforce
 from ckpttool.execute.destinations import holder, marker, objects, spool
@@ -604,7 +604,7 @@ def with_copies(plan: Plan, path: Path, last: bytes) -> Plan:
     """The same with two copies of a large tensor to compare; the last byte of one of them is x."""
     size = 3 << 20
     path.write_bytes(bytes(size - 1) + b"x" + bytes(size - 1) + last)
-    sources = [*plan.sources, Source(str(path), 2 * size, str(path.stat().st_mtime_ns))]
+    sources = [*plan.sources, SourceFile(str(path), 2 * size, str(path.stat().st_mtime_ns))]
     one, other = (Block(len(plan.sources), at, (1,)) for at in (0, size))
     unit = Unit("copies", (AssertEqual(one, other, (size,), "U8", "copies"),))
     return replace(plan, sources=sources, units=[*plan.units, unit])

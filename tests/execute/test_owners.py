@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import Block, Fill, Output, Plan, Target, Unit
+from ckpttool.core.plan import Block, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.execute import moves, schedule
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.owners import Claim, claims
@@ -76,7 +76,7 @@ def test_any_plan_cut_anyhow(recipe: Callable[[Path], Plan], data: st.DataObject
 def fills(*places: tuple[int, int, int], sizes: Sequence[int]) -> Plan:
     """Units of one Fill each: (output, first byte, bytes)."""
     units = [
-        Unit(f"t{i}", (Fill(Block(f, a, (1,)), (n,), "U8"),), (Target(f"t{i}", f, a, n),))
+        Unit(f"t{i}", (Fill(Block(f, a, (1,)), (n,), "U8"),), (WrittenTensor(f"t{i}", f, a, n),))
         for i, (f, a, n) in enumerate(places)
     ]
     return Plan([], [Output(f"o{i}", n) for i, n in enumerate(sizes)], units)

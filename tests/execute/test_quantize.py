@@ -27,9 +27,9 @@ from ckpttool.core.plan import (
     Result,
     Rounding,
     Scaled,
-    Stored,
-    Target,
+    StoredOperand,
     Unit,
+    WrittenTensor,
 )
 from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
 from ckpttool.execute import RunOptions, quantize, run, strided, workforce
@@ -79,11 +79,11 @@ def plan_of(files: Files, *steps: Quantize) -> Plan:
     targets = []
     for r in step.results:
         n = prod(r.shape) * itemsize(r.dtype)
-        targets.append(Target(r.role, 0, sizes[0], n))
+        targets.append(WrittenTensor(r.role, 0, sizes[0], n))
         sizes[0] += n
         if len(r.outputs) > 1:
             sizes[1] += prod(r.outputs[1].shape)
-            targets.append(Target(r.role, 1, 0, sizes[1]))
+            targets.append(WrittenTensor(r.role, 1, 0, sizes[1]))
     outputs = [Output(f"{i}.bin", n) for i, n in enumerate(sizes)]
     return Plan(files.sources, outputs, [Unit("w", (step,), tuple(targets))])
 
@@ -119,7 +119,7 @@ def weight(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> Array
     return x.astype(dtype)
 
 
-def turned(files: Files, x: Array, dtype: str) -> Stored:
+def turned(files: Files, x: Array, dtype: str) -> StoredOperand:
     """The last two axes as they lie in a file that holds them the other way round."""
     stored = files.stored(np.ascontiguousarray(np.swapaxes(x, -1, -2)), dtype)
     (copy,) = stored.copies
@@ -128,7 +128,7 @@ def turned(files: Files, x: Array, dtype: str) -> Stored:
     outer = row_major(x.shape, item)[:-2]
     src = Block(copy.src.file, copy.src.offset, (*outer, item, rows * item))
     dst = Block(0, 0, row_major(x.shape, item))
-    return Stored(dtype, x.shape, (Copy(src, dst, x.shape, dtype, dtype),), "turned")
+    return StoredOperand(dtype, x.shape, (Copy(src, dst, x.shape, dtype, dtype),), "turned")
 
 
 @given(data=st.data())
@@ -274,7 +274,7 @@ def test_empty_tensors_are_written_as_nothing(tmp_path: Path) -> None:
     for shape in ((0, 64), (0, 4, 64)):
         files = Files(tmp_path / "src" / str(len(shape)))
         step = Quantize(
-            "w", shape, Stored("BF16", shape, (), "x"), BLOCK,
+            "w", shape, StoredOperand("BF16", shape, (), "x"), BLOCK,
             (Result("codes", "F8_E4M3", shape), Result("scales", "F32", (*shape[:-2], 0, 8))),
         )  # fmt: skip
         plan = Plan(files.sources, [Output("0.bin", 3, ((0, b"abc"),))], [Unit("w", (step,))])

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpttool as library
-from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, Source, Stored, Unit
+from ckpttool.core.plan import Block, Compute, Copy, Output, Plan, SourceFile, StoredOperand, Unit
 from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.execute import workforce
 from ckpttool.execute.ahead import ReadAhead
@@ -212,7 +212,7 @@ def test_what_is_transposed_is_fetched_once(far: Far, tmp_path: Path) -> None:
         size, tag = MemoryPlace(PurePosixPath(remote.removeprefix("mem:")) / "a").identity()
         src, dst = Block(0, 0, (2, 2 * columns)), Block(0, 0, (2 * rows, 2))
         unit = Unit("a", (Copy(src, dst, (columns, rows), "U16", "U16"),))
-        plan = Plan([Source(f"{remote}/a", size, tag)], [Output("b", size)], [unit])
+        plan = Plan([SourceFile(f"{remote}/a", size, tag)], [Output("b", size)], [unit])
         run(plan, tmp_path / "dst", RunOptions(memory=MIB))
     assert (tmp_path / "dst/b").read_bytes() == data.T.tobytes()
     assert far.nbytes == size
@@ -222,7 +222,7 @@ def test_what_is_transposed_is_fetched_once(far: Far, tmp_path: Path) -> None:
 def test_parts_that_transpose_the_same_bytes_are_one_task() -> None:
     n = 5000
     unit = Unit("a", (Copy(Block(0, 0, (2, 2 * n)), Block(0, 0, (2 * n, 2)), (n, n), "U16", "U16"),))
-    plan = Plan([Source("mem:/a", 2 * n * n, "")], [Output("b", 2 * n * n)], [unit])
+    plan = Plan([SourceFile("mem:/a", 2 * n * n, "")], [Output("b", 2 * n * n)], [unit])
     assert len(schedule(plan, ())) > 1
     (task,) = schedule(plan, (), {0})
     assert [p.number for p in task.parts] == [p.number for t in schedule(plan, ()) for p in t.parts]
@@ -298,7 +298,8 @@ def test_operands_that_do_not_fit_in_memory_are_fetched_once(far: Far, tmp_path:
     run_of_bytes = Copy(Block(0, 0, (2,)), Block(0, 0, (2,)), values.shape, "F16", "F16")
     with in_memory(tmp_path / "src") as remote:
         operands = tuple(
-            Stored("F16", values.shape, (run_of_bytes._replace(src=Block(i, 0, (2,))),), "an operand") for i in range(2)
+            StoredOperand("F16", values.shape, (run_of_bytes._replace(src=Block(i, 0, (2,))),), "an operand")
+            for i in range(2)
         )
         whole = (("normalize_weights", True), ("eps", 1e-8))
         step = Compute("t", values.shape, "F16", "multislerp", operands, None, ((("weight", 1.0),),) * 2, whole, None)

@@ -72,7 +72,7 @@ def test_a_writer_and_a_reader_that_are_wrong_alike(
     wrong: str,
 ) -> None:
     verified(tmp_path / "right")
-    lay_out, fast = base.lay_out, safetensors._fast
+    lay_out, fast = safetensors.lay_out, safetensors._fast
 
     def read(data: Any, size: int, *more: Any) -> Any:
         if "model.norm.weight" not in data or PAIR[0] not in data or "__metadata__" not in data:
@@ -88,7 +88,11 @@ def test_a_writer_and_a_reader_that_are_wrong_alike(
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "a.safetensors"
-    arrays = {"b": np.arange(6, dtype=np.int8), "a": np.ones((2, 3), np.float32), "empty": np.ones((0, 3), np.float16)}
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "b": np.arange(6, dtype=np.int8),
+        "a": np.ones((2, 3), np.float32),
+        "empty": np.ones((0, 3), np.float16),
+    }
     save_file(arrays, path, {"format": "pt"})
     return path
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import AssertEqual, Block, Copy, Fill, Output, Plan, Target, Unit
+from ckpttool.core.plan import AssertEqual, Block, Copy, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.execute import moves, schedule, shares
 from ckpttool.execute.extents import Extent, part_extents
 from ckpttool.execute.hashing import ALGORITHM
@@ -155,7 +155,10 @@ def test_comparisons_count_and_stay_with_what_they_compare(monkeypatch: pytest.M
     monkeypatch.setattr(shares, "_PART", 0)
     blocks = Block(0, 0, (1,)), Block(1, 0, (1,))
     same = AssertEqual(*blocks, (10_000,), "U8", "x")
-    units = [Unit(str(i), (copy(0, 10_000 * i, 10_000), same), (Target("x", 0, 10_000 * i, 10_000),)) for i in range(2)]
+    units = [
+        Unit(str(i), (copy(0, 10_000 * i, 10_000), same), (WrittenTensor("x", 0, 10_000 * i, 10_000),))
+        for i in range(2)
+    ]
     plan = Plan([], [Output("a", 20_000)], units)
     tasks = schedule.schedule(plan, [])
     found = cut(plan, tasks, 2)

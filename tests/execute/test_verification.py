@@ -16,7 +16,7 @@ from ckpttool.errors import AccessError, UsageError, VerifyError
 from ckpttool.execute import RunOptions, compare, reader, run
 from ckpttool.execute.files import Stopped
 from ckpttool.execute.machines import calls
-from ckpttool.execute.verification import Check, Checks, Verification
+from ckpttool.execute.verification import Checks, Verification, VerifyCheck
 from ckpttool.ops.reshard import prepare
 from ckpttool.storage.access import QUERIES
 from ckpttool.targeting.build import Prepared
@@ -154,7 +154,7 @@ def test_tensors_are_counted_once(output: Output) -> None:
     assert ("more cop" in said) <= (len(copies) > len(tensors))
 
 
-def where(check: Check) -> tuple[Any, ...]:
+def where(check: VerifyCheck) -> tuple[Any, ...]:
     what = check.what
     assert isinstance(what, compare.Comparison)
     return what.view.name, what.copy, what.stretch

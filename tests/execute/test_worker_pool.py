@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.core.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, Stored
-from ckpttool.core.plan import Run as RowBlock
+from ckpttool.core.plan import Adapted, Compute, Gathered, LowRank, Randomness, Scaled, StoredOperand
+from ckpttool.core.plan import RowRun as RowBlock
 from ckpttool.errors import ConflictError, OutputError
 from ckpttool.execute import RunOptions, run, worker_pool, workforce
 from ckpttool.execute.plan_json import decode, encode
@@ -285,8 +285,8 @@ def test_a_unit_as_json_and_back(tmp_path: Path) -> None:
     (step,) = plan.units[0].steps
     assert isinstance(step, Compute)
     one, two = step.models
-    assert isinstance(one, Stored)
-    assert isinstance(two, Stored)
+    assert isinstance(one, StoredOperand)
+    assert isinstance(two, StoredOperand)
     strange = one._replace(label="a\udcff\n\x00é")
     operands = (
         Scaled(strange, two, (2, 3), "F4", two, divides=True),

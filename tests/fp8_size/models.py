@@ -13,25 +13,25 @@ from typing import Any
 
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.core.mesh import Mesh
-from ckpttool.ops.fp8_size.model import Model, load
-from ckpttool.ops.fp8_size.resident import Ranks, partition
-from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply
+from ckpttool.ops.fp8_size.model import SizedModel, load
+from ckpttool.ops.fp8_size.resident import RankLoads, partition
+from ckpttool.ops.fp8_size.stored import Applied, WantedRecipe, apply
 
 DATA = Path(__file__).with_name("data")
 CONFIGS: dict[str, dict[str, Any]] = json.loads((DATA / "configs.json").read_text())
 GOLDEN: list[dict[str, Any]] = json.loads((DATA / "golden.json").read_text())
 RECIPES = {
-    "block128_f32": Wanted("block", scale_dtype="f32"),
-    "block128_bf16": Wanted("block", scale_dtype="bf16"),
-    "channel_bf16": Wanted("channel", scale_dtype="bf16"),
-    "bf16": Wanted("bf16"),
-    "none": Wanted("bf16"),
-    "mxfp4": Wanted("as-is"),
+    "block128_f32": WantedRecipe("block", scale_dtype="f32"),
+    "block128_bf16": WantedRecipe("block", scale_dtype="bf16"),
+    "channel_bf16": WantedRecipe("channel", scale_dtype="bf16"),
+    "bf16": WantedRecipe("bf16"),
+    "none": WantedRecipe("bf16"),
+    "mxfp4": WantedRecipe("as-is"),
 }
 """As golden.json calls them."""
 
 
-def model_of(config: dict[str, Any], *, mtp: bool = True) -> Model:
+def model_of(config: dict[str, Any], *, mtp: bool = True) -> SizedModel:
     """The model of a config."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -54,22 +54,22 @@ def uncollected() -> Iterator[None]:
 
 @cache
 @uncollected()
-def model(name: str, *, mtp: bool = True) -> Model:
+def model(name: str, *, mtp: bool = True) -> SizedModel:
     return model_of(CONFIGS[name], mtp=mtp)
 
 
 @cache
 @uncollected()
-def applied(name: str, wanted: Wanted, *, mtp: bool = True) -> Applied:
+def applied(name: str, wanted: WantedRecipe, *, mtp: bool = True) -> Applied:
     """A recipe over a public model. Nothing writes into what this returns."""
     return apply(model(name, mtp=mtp), wanted)
 
 
-BLOCK = Wanted("block")
+BLOCK = WantedRecipe("block")
 
 
 @cache
-def ranks(name: str, mesh: Mesh, wanted: Wanted = BLOCK, *, mtp: bool = True) -> Ranks:
+def ranks(name: str, mesh: Mesh, wanted: WantedRecipe = BLOCK, *, mtp: bool = True) -> RankLoads:
     """Its shares; blocks are checked."""
     follows = mesh.ep == 1
     return partition(model(name, mtp=mtp), applied(name, wanted, mtp=mtp), mesh, 64, blocks=True, follows=follows)

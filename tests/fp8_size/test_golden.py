@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from ckpttool.containers.safetensors import layout_file
 from ckpttool.core.mesh import Mesh
-from ckpttool.ops.fp8_size.stored import Applied, Wanted, apply, on_disk
+from ckpttool.ops.fp8_size.stored import Applied, WantedRecipe, apply, on_disk
 from tests.fp8_size.models import CONFIGS, GOLDEN, RECIPES, applied, model, model_of, ranks, write_config
 from tests.helpers.command import ckpttool
 
@@ -56,32 +56,32 @@ BF16 = next(e["elems"] for e in GOLDEN if "elems" in e)
 @pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", BF16)
 def test_parameters(name: str) -> None:
-    total = applied(name, Wanted("bf16")).total
+    total = applied(name, WantedRecipe("bf16")).total
     assert total.elements == total.parameters == BF16[name]
     assert total.nbytes == 2 * BF16[name]
 
 
-TENSOR_F32 = Wanted("tensor", method="modelopt", static=True)
+TENSOR_F32 = WantedRecipe("tensor", method="modelopt", static=True)
 EXAMPLES = [
-    ("Llama-3-8B", Wanted("bf16"), 16_060_522_496),
+    ("Llama-3-8B", WantedRecipe("bf16"), 16_060_522_496),
     ("Llama-3-8B", TENSOR_F32, 9_081_202_432),
-    ("Llama-3-8B", Wanted("channel"), 9_083_953_152),
-    ("Llama-3-8B", Wanted("block"), 9_082_904_576),
-    ("Llama-3-8B", Wanted("mxfp8"), 9_299_304_448),
-    ("Llama-3-70B", Wanted("channel", scale_dtype="bf16"), 72_669_806_592),
+    ("Llama-3-8B", WantedRecipe("channel"), 9_083_953_152),
+    ("Llama-3-8B", WantedRecipe("block"), 9_082_904_576),
+    ("Llama-3-8B", WantedRecipe("mxfp8"), 9_299_304_448),
+    ("Llama-3-70B", WantedRecipe("channel", scale_dtype="bf16"), 72_669_806_592),
     ("Mixtral-8x7B", TENSOR_F32, 46_966_258_688),
-    ("Mixtral-8x7B", Wanted("block"), 46_977_589_248),
-    ("Qwen3-30B-A3B", Wanted("block", scale_dtype="bf16"), 31_170_895_872),
-    ("Qwen3-235B-A22B", Wanted("block", scale_dtype="bf16"), 236_416_915_456),
-    ("Qwen3-Coder-480B-A35B", Wanted("block", scale_dtype="bf16"), 482_141_974_528),
-    ("DeepSeek-V3", Wanted("block", scale_dtype="f32"), 688_574_839_360),
-    ("gpt-oss-20b", Wanted("as-is"), 13_761_264_768),
-    ("gpt-oss-120b", Wanted("as-is"), 65_248_815_744),
+    ("Mixtral-8x7B", WantedRecipe("block"), 46_977_589_248),
+    ("Qwen3-30B-A3B", WantedRecipe("block", scale_dtype="bf16"), 31_170_895_872),
+    ("Qwen3-235B-A22B", WantedRecipe("block", scale_dtype="bf16"), 236_416_915_456),
+    ("Qwen3-Coder-480B-A35B", WantedRecipe("block", scale_dtype="bf16"), 482_141_974_528),
+    ("DeepSeek-V3", WantedRecipe("block", scale_dtype="f32"), 688_574_839_360),
+    ("gpt-oss-20b", WantedRecipe("as-is"), 13_761_264_768),
+    ("gpt-oss-120b", WantedRecipe("as-is"), 65_248_815_744),
 ]
 
 
 @pytest.mark.parametrize(("name", "wanted", "size"), EXAMPLES, ids=[f"{n}-{w.recipe}" for n, w, _ in EXAMPLES])
-def test_bytes(name: str, wanted: Wanted, size: int) -> None:
+def test_bytes(name: str, wanted: WantedRecipe, size: int) -> None:
     assert applied(name, wanted).total.nbytes == size
 
 
@@ -90,8 +90,8 @@ def test_stored_elements_of_the_qwen_coder() -> None:
 
 
 def test_nvfp4_has_half_bytes_group_scales_and_a_factor() -> None:
-    plain = applied("Llama-3-8B", Wanted("bf16"))
-    found = applied("Llama-3-8B", Wanted("nvfp4", method="modelopt"))
+    plain = applied("Llama-3-8B", WantedRecipe("bf16"))
+    found = applied("Llama-3-8B", WantedRecipe("nvfp4", method="modelopt"))
     linear, weights = 6_979_321_856, 224
     assert found.total.nbytes == plain.total.nbytes - 2 * linear + linear // 2 + linear // 16 + 4 * weights
     assert found.total.parameters == plain.total.parameters
@@ -120,14 +120,14 @@ GLM = {
 
 @pytest.mark.thorough  # test_published has others as large
 def test_glm_4_7_fp8() -> None:
-    assert apply(model_of(GLM), Wanted("channel")).total.elements == 358_458_391_872
+    assert apply(model_of(GLM), WantedRecipe("channel")).total.elements == 358_458_391_872
 
 
 @pytest.mark.thorough  # the scheme and the sizes: test_published
 def test_deepseek_r1_nvfp4() -> None:
     # NVIDIA quantised the MLPs of the layers before the prediction layer. The Hub counts no 0-d tensors.
     keep = ("*self_attn*", "*.layers.61.*")
-    found = applied("DeepSeek-V3", Wanted("nvfp4", method="modelopt", static=True, keep=keep))
+    found = applied("DeepSeek-V3", WantedRecipe("nvfp4", method="modelopt", static=True, keep=keep))
     lone = sum(len(g.names) for g in found.groups for h in g.held if h.shape == ())
     assert found.total.elements - lone == 396_767_013_632
     assert round(found.total.nbytes / 1e9, 1) == 423.6
@@ -145,7 +145,7 @@ def test_a_rank_of_deepseek_r1() -> None:
 def test_header_of_a_published_shard() -> None:
     # Qwen3-8B was saved by transformers in its own order and with its own limit, so its first shard is made by name.
     entry = next(e for e in GOLDEN if e["model"].startswith("Qwen/Qwen3-8B "))
-    found = applied("Qwen3-8B", Wanted("bf16"))
+    found = applied("Qwen3-8B", WantedRecipe("bf16"))
     assert (found.total.nbytes, found.total.tensors) == (entry["total_size"], entry["tensors"])
     first = [f"model.layers.{n}." for n in range(7)]
     first += ["model.embed_tokens.", *(f"model.layers.7.self_attn.{x}_proj." for x in "qkv")]
@@ -182,7 +182,7 @@ def test_headers_are_those_of_the_library(tmp_path: Path) -> None:
         "torch_dtype": "float32",
     }
     made = model_of(config)
-    found = apply(made, Wanted("bf16"))
+    found = apply(made, WantedRecipe("bf16"))
     tensors = {r.name: np.zeros(r.shape, "float32") for r in found.rows()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     disk = on_disk(made, found, None)
@@ -193,6 +193,6 @@ def test_headers_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_a_config_has_no_files_of_its_own() -> None:
     name = "Llama-3-8B"
-    disk = on_disk(model(name), applied(name, Wanted("as-is")), None)
+    disk = on_disk(model(name), applied(name, WantedRecipe("as-is")), None)
     assert not disk.real
     assert disk.files == 4

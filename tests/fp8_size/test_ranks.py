@@ -8,10 +8,10 @@ import pytest
 
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import UnsupportedError, UsageError
-from ckpttool.ops.fp8_size.cache import Cache, cache_of
+from ckpttool.ops.fp8_size.cache import KvCache, cache_of
 from ckpttool.ops.fp8_size.resident import partition
-from ckpttool.ops.fp8_size.stored import Wanted, apply
-from ckpttool.ops.fp8_size.training import Training, training_of
+from ckpttool.ops.fp8_size.stored import WantedRecipe, apply
+from ckpttool.ops.fp8_size.training import TrainingSetup, training_of
 from tests.fp8_size.models import CONFIGS, applied, model, model_of, ranks
 
 
@@ -77,7 +77,7 @@ def test_parts_of_a_fused_tensor_are_looked_at_one_by_one() -> None:
     """The 1,152 rows of a rank would be three times 384, a multiple of 128; but its key has 192 of them."""
     fields = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_attention_heads": 8, "head_dim": 192}
     made = model_of(small(**fields))
-    found = partition(made, apply(made, Wanted("block")), tp(2), 64, blocks=True, follows=True)
+    found = partition(made, apply(made, WantedRecipe("block")), tp(2), 64, blocks=True, follows=True)
     assert [(m.name, m.why) for m in found.misfits] == [
         (
             "model.layers.0.self_attn.qkv_proj.weight",
@@ -88,7 +88,7 @@ def test_parts_of_a_fused_tensor_are_looked_at_one_by_one() -> None:
 
 def test_joined_parts_are_whole_blocks_though_nothing_is_cut() -> None:
     made = model_of(small(num_key_value_heads=1))
-    found = partition(made, apply(made, Wanted("block")), Mesh(), 64, blocks=True, follows=True)
+    found = partition(made, apply(made, WantedRecipe("block")), Mesh(), 64, blocks=True, follows=True)
     # q | k | v: the k of 64 rows lies in the middle, the v of 64 rows at the end, where a block may be partly filled.
     assert [(m.name, m.why) for m in found.misfits] == [
         ("model.layers.0.self_attn.k_proj.weight", "it is joined to others with 64 rows, not a multiple of 128")
@@ -103,7 +103,7 @@ def test_heads_that_do_not_divide_are_no_answer_but_a_misfit() -> None:
 
 
 def test_other_recipes_have_no_blocks_to_tear() -> None:
-    found = ranks("Qwen3-30B-A3B", tp(4), Wanted("channel"))
+    found = ranks("Qwen3-30B-A3B", tp(4), WantedRecipe("channel"))
     assert not found.misfits
     assert not found.checked
 
@@ -113,7 +113,7 @@ def test_other_recipes_have_no_blocks_to_tear() -> None:
 
 def test_a_share_by_hand() -> None:
     made = model_of(small())
-    found = partition(made, apply(made, Wanted("block")), tp(4), 64, blocks=False, follows=True)
+    found = partition(made, apply(made, WantedRecipe("block")), tp(4), 64, blocks=False, follows=True)
     attention = 64 * 256 + 2 * (64 * 256) + 256 * 64  # two ranks hold the same key and value head
     scales = 4 * (2 + 2 + 2 + 2)  # a share of 64 rows or columns still has a scale for each started block
     mlp = 3 * 128 * 256
@@ -126,25 +126,25 @@ def test_a_share_by_hand() -> None:
 
 def test_whole_model_on_one_rank_is_what_is_stored() -> None:
     held = ranks("Llama-3-8B", Mesh()).held
-    assert [w.nbytes for w in held] == [applied("Llama-3-8B", Wanted("block")).total.nbytes]
+    assert [w.nbytes for w in held] == [applied("Llama-3-8B", WantedRecipe("block")).total.nbytes]
     assert held[0].parameters == 8_030_261_248
 
 
 def test_scales_of_blocks_are_resident_as_f32() -> None:
-    bf16 = ranks("Qwen3-30B-A3B", Mesh(), Wanted("block", scale_dtype="bf16")).held[0]
-    f32 = ranks("Qwen3-30B-A3B", Mesh(), Wanted("block", scale_dtype="f32")).held[0]
+    bf16 = ranks("Qwen3-30B-A3B", Mesh(), WantedRecipe("block", scale_dtype="bf16")).held[0]
+    f32 = ranks("Qwen3-30B-A3B", Mesh(), WantedRecipe("block", scale_dtype="f32")).held[0]
     assert bf16 == f32
 
 
 def test_stages_have_their_own_tensors() -> None:
     held = ranks("Llama-3-8B", Mesh(pp=2)).held
     assert len(held) == 2
-    assert sum(w.nbytes for w in held) == applied("Llama-3-8B", Wanted("block")).total.nbytes
+    assert sum(w.nbytes for w in held) == applied("Llama-3-8B", WantedRecipe("block")).total.nbytes
     assert held[1].nbytes - held[0].nbytes == 2 * 4096  # the last norm
 
 
 def test_a_tied_embedding_is_on_both_ends() -> None:
-    total = applied("Qwen3-0.6B", Wanted("block")).total.nbytes
+    total = applied("Qwen3-0.6B", WantedRecipe("block")).total.nbytes
     held = ranks("Qwen3-0.6B", Mesh(pp=2)).held
     assert sum(w.nbytes for w in held) == total + 2 * 151_936 * 1024
 
@@ -158,7 +158,7 @@ def test_experts_are_shared_out() -> None:
 
 
 def test_packed_experts_of_gpt_oss() -> None:
-    wanted = Wanted("as-is")
+    wanted = WantedRecipe("as-is")
     held = ranks("gpt-oss-20b", Mesh(tp=2, etp=2), wanted).held
     experts = 24 * 32 * (5760 * 2880 + 2880 * 2880) * 17 // 32  # 4 bits, and a byte for 32 of them
     biases = 24 * 32 * (5760 + 2880) * 2
@@ -172,7 +172,9 @@ def test_packed_experts_of_gpt_oss() -> None:
 ONE = Mesh()
 
 
-def kv(name: str, dtype: str = "bf16", mesh: Mesh = ONE, *, tokens: int = 0, batch: int = 1, length: int = 0) -> Cache:
+def kv(
+    name: str, dtype: str = "bf16", mesh: Mesh = ONE, *, tokens: int = 0, batch: int = 1, length: int = 0
+) -> KvCache:
     return cache_of(model(name), dtype, mesh, tokens=tokens, batch=batch, length=length)
 
 
@@ -340,7 +342,7 @@ def test_caches_that_cannot_be() -> None:
 # -- training
 
 
-def training(recipe: str, **said: Any) -> Training:
+def training(recipe: str, **said: Any) -> TrainingSetup:
     options: dict[str, Any] = {
         "zero": 1,
         "dp": 8,
@@ -349,7 +351,7 @@ def training(recipe: str, **said: Any) -> Training:
         "moment": "fp32",
         "transposed": False,
     } | said
-    return training_of(ranks("Llama-3-8B", Mesh(), Wanted(recipe)).held, Mesh(), **options)
+    return training_of(ranks("Llama-3-8B", Mesh(), WantedRecipe(recipe)).held, Mesh(), **options)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_megatrons_bytes_a_parameter() -> None:
 
 def test_experts_have_fewer_copies() -> None:
     mesh = Mesh(tp=2, ep=4)
-    held = ranks("Qwen3-30B-A3B", mesh, Wanted("bf16")).held
+    held = ranks("Qwen3-30B-A3B", mesh, WantedRecipe("bf16")).held
     found = training_of(held, mesh, zero=1, dp=8, gradient="fp32", master="fp32", moment="fp32", transposed=False)
     assert found.expert_dp == 2 * 8 // 4
     w = held[0]

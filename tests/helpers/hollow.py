@@ -15,7 +15,7 @@ from ckpttool.core.plan import Plan
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.ops.fp8_size.model import load
-from ckpttool.ops.fp8_size.stored import Wanted, apply
+from ckpttool.ops.fp8_size.stored import WantedRecipe, apply
 from ckpttool.ops.reshard import prepare
 from ckpttool.targeting.target import Target
 from tests.convert_json import programs
@@ -44,7 +44,7 @@ def published(root: Path, config: Mapping[str, Any], *, files: int, fp8: bool = 
     if fp8:
         plain = root / "plain.json"
         plain.write_text(json.dumps(config))
-        rows = apply(load(plain, OpenOptions(), None, mtp=True), Wanted("block")).rows()
+        rows = apply(load(plain, OpenOptions(), None, mtp=True), WantedRecipe("block")).rows()
         tensors = [(r.name, r.dtype, r.shape) for r in rows]
         plain.unlink()
     else:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ckpttool.ops.merge.card import Card, Parents, Subject, card, hub_names
-from ckpttool.ops.merge.origins import Group, short_names
+from ckpttool.ops.merge.card import ModelCard, Parents, Subject, card, hub_names
+from ckpttool.ops.merge.origins import TensorOrigin, short_names
 from ckpttool.ops.merge.provenance import Origin, Provenance
 from ckpttool.recipe.model import ModelRef
 from tests.helpers.command import ckpttool
@@ -99,7 +99,7 @@ def test_a_merge_of_a_merge_has_one_section(room: Path) -> None:
 
 def test_what_ckpttool_0_1_has_added_goes() -> None:
     added = "## Merge\n\nThis checkpoint was merged with ckpttool 0.1.0 by the method `ties` from\n\n* `x`\n"
-    assert Card.of(f"# A\n\nProse.\n\n{added}").prose == "# A\n\nProse."
+    assert ModelCard.of(f"# A\n\nProse.\n\n{added}").prose == "# A\n\nProse."
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_ckpttool_0_1_has_added_goes() -> None:
     ],
 )
 def test_hostile_front_matter(text: str) -> None:
-    found = Card.of(text)
+    found = ModelCard.of(text)
     assert found.fields == {} or set(found.fields) <= {"tags"}
     assert found.prose == "x"
 
@@ -135,8 +135,8 @@ def test_hostile_names() -> None:
         {"merge_method": "linear", "models": [{"model": HOSTILE}]}, "", None, "",
         [Origin(HOSTILE, HOSTILE, "hf", [("model.safetensors", 10)], 1)],
     )  # fmt: skip
-    group = Group("linear", [(HOSTILE, [("weight", 1.0)])], "", (), False, [f"{HOSTILE}.weight"], [(5, 10)])
-    parents = Parents({HOSTILE: Card({"license": HOSTILE}, "")}, HOSTILE, [])
+    group = TensorOrigin("linear", [(HOSTILE, [("weight", 1.0)])], "", (), False, [f"{HOSTILE}.weight"], [(5, 10)])
+    parents = Parents({HOSTILE: ModelCard({"license": HOSTILE}, "")}, HOSTILE, [])
     text = card(Subject(HOSTILE, provenance, [group], parents, "", "ckpttool"), {}, None).decode()
     matter, prose = parts(text)
     assert matter["license"] == HOSTILE

@@ -13,7 +13,7 @@ import pytest
 
 from ckpttool.errors import UnsupportedError
 from ckpttool.layout.family import find_family, load_family, no_family
-from ckpttool.ops.merge.renumber import Layer, renumbered
+from ckpttool.ops.merge.renumber import OutputLayer, renumbered
 from tests.helpers.command import ckpttool
 from tests.helpers.sample import examples
 from tests.merge.models import llama, llama_config, save
@@ -26,7 +26,7 @@ def sliced(config: Config, layers: list[int], prefix: str = "model.layers.", **o
     """The config after slices of one model."""
     name = find_family(config)
     family = load_family(name, config) if name else no_family()
-    return renumbered(family, config, prefix, [Layer(config, n) for n in layers], others)
+    return renumbered(family, config, prefix, [OutputLayer(config, n) for n in layers], others)
 
 
 def changed(config: Config, layers: list[int]) -> Config:
@@ -227,12 +227,17 @@ def test_layers_of_another_model_are_what_they_are_there() -> None:
     first = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": [FULL, NEAR]}
     second = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": [NEAR, FULL]}
     family = load_family("gemma", first)
-    layers = [Layer(first, 0), Layer(second, 1)]
+    layers = [OutputLayer(first, 0), OutputLayer(second, 1)]
     assert renumbered(family, first, "model.layers.", layers)["layer_types"] == [FULL, FULL]
     dense = {**DEEPSEEK, "num_hidden_layers": 2}
     sparse = {**dense, "first_k_dense_replace": 0}
     family = load_family("deepseek", dense)
-    assert renumbered(family, dense, "model.layers.", [Layer(dense, 0), Layer(sparse, 1)])["first_k_dense_replace"] == 1
+    assert (
+        renumbered(family, dense, "model.layers.", [OutputLayer(dense, 0), OutputLayer(sparse, 1)])[
+            "first_k_dense_replace"
+        ]
+        == 1
+    )
 
 
 def test_layers_of_prediction_stay_behind_the_others() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.core.plan import Gathered, Operand, Run, Stored
+from ckpttool.core.plan import Gathered, Operand, RowRun, StoredOperand
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
 from ckpttool.vocabulary.read import Added, Vocabulary
@@ -58,7 +58,7 @@ def aligned(merged: MergedVocabulary, which: list[int] | None = None, rows: list
     """The models' matrices in the order of the output."""
     which = list(range(len(merged.inputs))) if which is None else which
     rows = [merged.inputs[i].rows for i in which] if rows is None else rows
-    operands = [Stored("F32", (n, 2), (), f"m{i}") for i, n in zip(which, rows, strict=True)]
+    operands = [StoredOperand("F32", (n, 2), (), f"m{i}") for i, n in zip(which, rows, strict=True)]
     matrices: dict[Operand, Matrix] = {o: matrix(i, n) for o, i, n in zip(operands, which, rows, strict=True)}
     found = merged.gathered(which, operands, [o.shape for o in operands])
     return [value(o, matrices) for o in found]
@@ -243,7 +243,7 @@ def test_holes_keep_the_rows_of_the_tokenizers_model() -> None:
 
 def test_widths_must_agree() -> None:
     merged = merge_vocabularies(inputs(vocabulary("a"), vocabulary("a")), 0)
-    operands = [Stored("F32", (1, n), (), "") for n in (2, 3)]
+    operands = [StoredOperand("F32", (1, n), (), "") for n in (2, 3)]
     with pytest.raises(ConflictError, match="widths"):
         merged.gathered([0, 1], operands, [o.shape for o in operands])
 
@@ -270,8 +270,8 @@ def test_every_token_has_its_own_row_wherever_it_can(
 def test_a_vocabulary_that_is_the_outputs_is_one_run(tokens: list[str], more: int) -> None:
     model = Input("m", vocabulary(tokens), len(tokens) + more)
     merged = merge_vocabularies([model, model], 0)
-    assert [p.runs for p in merged.picks([0, 1], [model.rows] * 2)] == [(Run(0, len(tokens), i, 0),) for i in (0, 1)]
-    operands = [Stored("F32", (model.rows, 2), (), str(i)) for i in (0, 1)]
+    assert [p.runs for p in merged.picks([0, 1], [model.rows] * 2)] == [(RowRun(0, len(tokens), i, 0),) for i in (0, 1)]
+    operands = [StoredOperand("F32", (model.rows, 2), (), str(i)) for i in (0, 1)]
     found = merged.gathered([0, 1], operands, [o.shape for o in operands])
     assert (found == operands) == (more == 0)
 

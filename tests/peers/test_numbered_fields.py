@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from ckpttool.errors import CkptError, UnsupportedError
 from ckpttool.layout.family import find_family, load_family, no_family
 from ckpttool.layout.names import samples
-from ckpttool.ops.merge.renumber import Layer, renumbered
+from ckpttool.ops.merge.renumber import OutputLayer, renumbered
 
 Config = dict[str, Any]
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -102,7 +102,7 @@ def left_behind(model_type: str, cls: Any) -> list[str]:
         if count < 3:
             continue
         try:
-            result = renumbered(family, config, prefix, [Layer(config, n) for n in order])
+            result = renumbered(family, config, prefix, [OutputLayer(config, n) for n in order])
         except CkptError:
             continue
         new = at(result, path)

@@ -139,7 +139,7 @@ def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor.Point("place", "links", "slow", "files cannot be shared", "files that stay are copied " * 4),
         doctor.Point("python", "boto3", "missing", "s3:// cannot be read", "pip install 'ckpttool[remote]'"),
     ]
-    health = doctor.Health(Path(), points, {"ckpttool": __version__})
+    health = doctor.MachineHealth(Path(), points, {"ckpttool": __version__})
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: health)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -18,10 +18,10 @@ from ckpttool.core.plan import (
     Fill,
     Output,
     Plan,
-    Stored,
-    Target,
+    StoredOperand,
     Unit,
     Units,
+    WrittenTensor,
 )
 
 numbers = st.integers(0, 2**62)
@@ -30,7 +30,7 @@ names = st.sampled_from(["a", "b/moment1_0", "\udcff"])
 blocks = st.builds(Block, st.integers(0, 3), numbers, sizes)
 SIZES = {"BF16": 2, "F32": 4}
 dtypes = st.sampled_from([*SIZES])
-OPERAND = Stored("F32", (2,), (), "`w` of x")
+OPERAND = StoredOperand("F32", (2,), (), "`w` of x")
 steps = st.one_of(
     st.builds(Copy, blocks, blocks, sizes, dtypes, dtypes),
     st.builds(Fill, blocks, sizes, dtypes),
@@ -38,7 +38,7 @@ steps = st.one_of(
     st.builds(AssertPadding, blocks, sizes, dtypes, st.none() | blocks, names),
     st.builds(lambda n: Compute(n, (2,), "F32", "linear", (OPERAND,), None, ((),), (), None), names),
 )
-targets = st.builds(Target, names, st.integers(0, 3), numbers, numbers)
+targets = st.builds(WrittenTensor, names, st.integers(0, 3), numbers, numbers)
 units = st.builds(
     Unit, names, st.lists(steps, max_size=4).map(tuple), st.lists(targets, max_size=3).map(tuple)
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_a_plan_takes_little_on_its_way() -> None:
         step = Copy(
             Block(i // 100, i * size, (2048, 1)), Block(i // 300, i * size, (2048, 1)), (7168, 2048), "BF16", "BF16"
         )
-        made.append(Unit(name, (step,), (Target(name, i // 300, i * size, size),)))
+        made.append(Unit(name, (step,), (WrittenTensor(name, i // 300, i * size, size),)))
     assert len(pickle.dumps(Units(made), 5)) < 100 * many
 
 

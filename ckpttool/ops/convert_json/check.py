@@ -65,7 +65,7 @@ def repair(src: Place, out: Path, *, force: bool = False, apart: Sequence[Place 
 
     ``apart`` are files that belong to the program, none of which ``out`` may be.
 
-    Raises UsageError for what is no PIR program, CorruptError for broken JSON, OutputError when ``out`` exists or
+    Raises UsageError for what is not a PIR program, CorruptError for broken JSON, OutputError when ``out`` exists or
     cannot be written, and UnsupportedError where the spelling stands beside a value, which alone counts.
     """
     src = paddle.program_of(src)

@@ -42,8 +42,8 @@ _LONGEST = 255
 
 
 @dataclass(slots=True)
-class Conversion:
-    """Everything known before a byte is written."""
+class PreparedConversion:
+    """A planned conversion, before a byte is written."""
 
     program: paddle.Program
     source: Place
@@ -73,7 +73,7 @@ class Conversion:
 class Converted:
     """What was written, and read again."""
 
-    conversion: Conversion
+    conversion: PreparedConversion
     dst: Place
     run: RunResult
 
@@ -85,7 +85,7 @@ def to_safetensors(
     params: Place | None = None,
     names: Place | None = None,
     max_shard_size: int | None = None,
-) -> Conversion:
+) -> PreparedConversion:
     """Plan a program's parameters as safetensors; one file when ``dst`` ends in .safetensors, else a directory.
 
     Raises IncompleteError and CorruptError for a program or parameter file that is not right, ConflictError for names
@@ -121,10 +121,10 @@ def to_safetensors(
     )
     plan = _plan(catalog, tensors, file_layout, notes)
     roots = _roots(src, params, names, *(f.place for f in catalog.files))
-    return Conversion(program, src, plan, catalog, given, native, roots, single=single)
+    return PreparedConversion(program, src, plan, catalog, given, native, roots, single=single)
 
 
-def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | None = None) -> Conversion:
+def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | None = None) -> PreparedConversion:
     """Plan the parameter file of ``program`` with the tensors of ``src`` (a file, a directory of shards, an index).
 
     Raises ConflictError for tensors that are missing, unexpected, or of another shape or dtype than in the program.
@@ -178,7 +178,7 @@ def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | N
     renamed = {p: n for p, n in given.items() if p != n}
     plan = _plan(catalog, tensors, file_layout, notes, native.beside, equal)
     roots = _roots(src, program, names, *(f.place for f in catalog.files))
-    return Conversion(found, src, plan, catalog, renamed, native, roots, back=True)
+    return PreparedConversion(found, src, plan, catalog, renamed, native, roots, back=True)
 
 
 def _refuse_empty(program: paddle.Program) -> None:
@@ -203,7 +203,7 @@ def _refuse_name(dst: Place, suffixes: tuple[str, ...]) -> None:
         )
 
 
-def execute(conversion: Conversion, dst: Place, options: RunOptions, progress: Progress) -> Converted:
+def execute(conversion: PreparedConversion, dst: Place, options: RunOptions, progress: Progress) -> Converted:
     """Write, read again, compare, and only then give DST its name. Raises OutputError, CorruptError, VerifyError."""
     look = partial(_look_at_program if conversion.back else _look_at_safetensors, conversion)
     verify = Verification(look, options.memory, options.connections)
@@ -378,7 +378,7 @@ def _own_names(program: paddle.Program) -> Place | None:
 # -- reading again
 
 
-def _look_at_safetensors(conversion: Conversion, written: Place) -> Checks:
+def _look_at_safetensors(conversion: PreparedConversion, written: Place) -> Checks:
     """Every file is read through its own header."""
     names = [o.name for o in conversion.plan.outputs if o.name.endswith(".safetensors")]
     found = Catalog([], {})
@@ -391,7 +391,7 @@ def _look_at_safetensors(conversion: Conversion, written: Place) -> Checks:
     return _checks(conversion, found, written)
 
 
-def _look_at_program(conversion: Conversion, written: Place) -> Checks:
+def _look_at_program(conversion: PreparedConversion, written: Place) -> Checks:
     """The parameters are read as the program in DST says."""
     path = written / conversion.program.path.name
     again = paddle.open_program(path, written / conversion.native.params)
@@ -403,7 +403,7 @@ def _look_at_program(conversion: Conversion, written: Place) -> Checks:
     return _checks(conversion, found, written)
 
 
-def _checks(conversion: Conversion, found: Catalog, written: Place) -> Checks:
+def _checks(conversion: PreparedConversion, found: Catalog, written: Place) -> Checks:
     views = identity(conversion.catalog).table
     if set(found.tensors) != set(conversion.catalog.tensors):
         raise VerifyError("the output does not have the tensors of the source", where=str(written))

@@ -73,7 +73,7 @@ class HeaderResult:
     tensors: int = 0
     """In the new header."""
     header_bytes: int = 0
-    """Of the new header as it lies in the file, padding included."""
+    """Bytes of the new header as it lies in the file, padding included."""
     bytes_written: int = 0
     """Written, or to be written: the header alone, or the whole file."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -168,12 +168,12 @@ def _inline(value: Any) -> str:
 
 
 @dataclass(slots=True)
-class _Target:
+class _EditedFile:
     """The file whose header is replaced, as it was when it was read."""
 
     given: Path
     path: Path
-    """Without links."""
+    """The path with links resolved."""
     stat: os.stat_result
     raw: bytes
     old: dict[str, Any] = field(default_factory=dict)
@@ -303,14 +303,14 @@ def _refuse_backup(path: Path) -> None:
     )
 
 
-def _target(file: Path) -> _Target:
+def _target(file: Path) -> _EditedFile:
     """Read the file that is to change. Raises IncompleteError, CorruptError."""
     path = resolved(file)
     info, raw = read_raw(path)
     stat = path.stat()
     if DataFile.at(path, stat) != info:
         raise ConflictError("the file changed while it was read", where=str(file), hint="try again")
-    target = _Target(file, path, stat, raw)
+    target = _EditedFile(file, path, stat, raw)
     try:
         target.old = parse(raw, path)
     except HeaderError:
@@ -339,7 +339,7 @@ def _edited(path: Path) -> dict[str, Any]:
         raise HeaderError(e.id, what, where=str(path), hint=e.hint or hint) from None
 
 
-def _validate(new: Mapping[str, Any], target: _Target, edited: Path) -> None:
+def _validate(new: Mapping[str, Any], target: _EditedFile, edited: Path) -> None:
     """Raises ConflictError when the header does not fit the data."""
     found = problems(new, target.payload)
     if not found:
@@ -353,7 +353,7 @@ def _validate(new: Mapping[str, Any], target: _Target, edited: Path) -> None:
     )
 
 
-def _hint(found: list[Problem], new: Mapping[str, Any], target: _Target) -> str:
+def _hint(found: list[Problem], new: Mapping[str, Any], target: _EditedFile) -> str:
     if any(p.id in ("hole", "trailing") for p in found):
         spans = {_span(e) for e in new.values()}
         lost = [n for n, e in target.old.items() if n not in new and _span(e) and _span(e) not in spans]
@@ -391,7 +391,7 @@ def _padded(text: bytes) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def _notes(new: Mapping[str, Any], target: _Target) -> list[str]:
+def _notes(new: Mapping[str, Any], target: _EditedFile) -> list[str]:
     notes = []
     if target.given.is_symlink():
         notes.append(f"{target.given} is a link to {target.path}")
@@ -403,7 +403,7 @@ def _notes(new: Mapping[str, Any], target: _Target) -> list[str]:
     return notes
 
 
-def _output(out: Path, target: _Target, *, force: bool) -> Path:
+def _output(out: Path, target: _EditedFile, *, force: bool) -> Path:
     """Where a copy goes. Raises OutputError, UsageError."""
     path = resolved(out)
     if not path.parent.is_dir():
@@ -449,7 +449,7 @@ def _open(path: Path) -> int:
         raise write_error(e, str(path), 0, 0) from e
 
 
-def _check_same(fd: int, target: _Target) -> None:
+def _check_same(fd: int, target: _EditedFile) -> None:
     """Raises ConflictError when the file is no longer the one that was read."""
     now = os.fstat(fd)
     try:
@@ -462,7 +462,7 @@ def _check_same(fd: int, target: _Target) -> None:
         raise ConflictError("the file changed during the run", where=str(target.given), hint="try again")
 
 
-def _write_in_place(target: _Target, header: bytes) -> None:
+def _write_in_place(target: _EditedFile, header: bytes) -> None:
     """Overwrite the header. At any moment either the file or its backup has the whole old one."""
     fd = _open(target.path)
     backup = _backup_of(target.path)
@@ -490,7 +490,7 @@ def _write_in_place(target: _Target, header: bytes) -> None:
         except OSError as e:
             # The kernel says so once; a later sync succeeds although the bytes are lost. So the backup stays.
             raise OutputError(
-                f"nobody knows whether the new header is on disk: {e.strerror}",
+                f"the new header may not be on disk: {e.strerror}",
                 where=[str(target.path), str(backup)],
                 hint=f"`ckpttool convert-json --header {backup} {target.path}` puts the old header back",
             ) from e
@@ -507,7 +507,7 @@ def _write_in_place(target: _Target, header: bytes) -> None:
         os.close(fd)
 
 
-def _undo(fd: int, target: _Target, backup: Path) -> None:
+def _undo(fd: int, target: _EditedFile, backup: Path) -> None:
     """Put the old header back. Raises OutputError when that fails, too; the backup is left then."""
     try:
         write_all(fd, target.raw, 8)
@@ -523,7 +523,7 @@ def _undo(fd: int, target: _Target, backup: Path) -> None:
         sync_names([backup.parent])
 
 
-def _write_copy(target: _Target, header: bytes, destination: Path, *, force: bool) -> None:
+def _write_copy(target: _EditedFile, header: bytes, destination: Path, *, force: bool) -> None:
     """A file with the new header and the same data takes the name of ``destination``."""
     try:
         source = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -550,7 +550,7 @@ def _write_copy(target: _Target, header: bytes, destination: Path, *, force: boo
         os.close(source)
 
 
-def _copy(source: int, at: int, out: int, to: int, target: _Target) -> None:
+def _copy(source: int, at: int, out: int, to: int, target: _EditedFile) -> None:
     """Copy the data from ``at`` on, inside the kernel where it can: a filesystem may share blocks instead."""
     stop = target.start + target.payload
     ranged = True

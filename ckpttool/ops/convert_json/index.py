@@ -97,7 +97,7 @@ class IndexResult:
 
 
 @dataclass(slots=True)
-class _Group:
+class _IndexGroup:
     """An index and the files that it is, or would be, about."""
 
     listing: Listing
@@ -204,7 +204,7 @@ def verify(directory: Place) -> CheckResult:
 # -- what is there
 
 
-def _look(directory: Place) -> tuple[Listing, str, list[_Group], list[str]]:
+def _look(directory: Place) -> tuple[Listing, str, list[_IndexGroup], list[str]]:
     """The format that has rules of its own for its indexes, the sets of files, and the files that are in none."""
     if directory.is_file():
         raise UsageError("this is a file", where=str(directory), hint="give the directory that holds the shards")
@@ -217,10 +217,10 @@ def _look(directory: Place) -> tuple[Listing, str, list[_Group], list[str]]:
             sets.setdefault(key[0], []).append(n)
         elif stem := rules.of_rank(n)[0]:
             ranked.setdefault(stem, []).append(n)
-    found = (_Group(listing, rules, stem, n) for n in listing.names if (stem := stem_of_index(n)))
+    found = (_IndexGroup(listing, rules, stem, n) for n in listing.names if (stem := stem_of_index(n)))
     groups = [_indexed(g, sets, ranked) for g in found]
     taken = {n for g in groups for n in (*g.files, *g.ranked)}
-    made: dict[str, _Group] = {}
+    made: dict[str, _IndexGroup] = {}
     others = []
     for n in listing.safetensors():
         if n in taken or rules.of_rank(n)[0]:
@@ -228,12 +228,12 @@ def _look(directory: Place) -> tuple[Listing, str, list[_Group], list[str]]:
         key = set_of(n)
         stem = key[0] if key else n.removesuffix(".safetensors")
         if key or stem in _SINGLE:
-            made.setdefault(stem, _Group(listing, rules, stem, index_name(stem))).files.append(n)
+            made.setdefault(stem, _IndexGroup(listing, rules, stem, index_name(stem))).files.append(n)
         else:
             others.append(n)
     for stem, names in ranked.items():
         if not any(n in taken for n in names):
-            made.setdefault(stem, _Group(listing, rules, stem, index_name(stem))).ranked += names
+            made.setdefault(stem, _IndexGroup(listing, rules, stem, index_name(stem))).ranked += names
     groups += made.values()
     if not groups and not others:
         raise UsageError("there are no safetensors files here", where=str(directory))
@@ -247,7 +247,7 @@ def _look(directory: Place) -> tuple[Listing, str, list[_Group], list[str]]:
 
 
 def _rules(listing: Listing) -> tuple[str, IndexRules]:
-    """By the names of the files; Hugging Face's where they show no other format's."""
+    """Format and rules for indexes, by the names of the files; Hugging Face's where they show no other format's."""
     try:
         found = choose(listing, "", ReadOptions())
     except CkptError:
@@ -256,7 +256,7 @@ def _rules(listing: Listing) -> tuple[str, IndexRules]:
     return (found.name, rules) if rules and rules.stems else ("", IndexRules())
 
 
-def _indexed(g: _Group, sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]) -> _Group:
+def _indexed(g: _IndexGroup, sets: Mapping[str, list[str]], ranked: Mapping[str, list[str]]) -> _IndexGroup:
     """An index that exists, with its own files, those that it names, and the fellows of these."""
     stem, g.ranked = g.stem, list(ranked.get(g.stem, ()))
     try:
@@ -286,7 +286,7 @@ def _left_alone(names: Sequence[str]) -> str:
 # -- rebuilding
 
 
-def _members(g: _Group) -> tuple[list[str], list[str]]:
+def _members(g: _IndexGroup) -> tuple[list[str], list[str]]:
     """The files that an index is to speak of, and notes. Raises IncompleteError, ConflictError."""
     listing, root = g.listing, str(g.listing.root)
     named = set(g.mapped.values())
@@ -352,7 +352,7 @@ def _members(g: _Group) -> tuple[list[str], list[str]]:
     return names, notes
 
 
-def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]]) -> _Chosen:
+def _choose(g: _IndexGroup, tensors: Mapping[str, Sequence[StoredTensor]]) -> _Chosen:
     """The file of each of the tensors, which are those of each file."""
     places: dict[str, list[str]] = {}
     for n, held in tensors.items():
@@ -366,7 +366,7 @@ def _choose(g: _Group, tensors: Mapping[str, Sequence[StoredTensor]]) -> _Chosen
 
 
 def _plan(
-    g: _Group, names: Sequence[str], tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
+    g: _IndexGroup, names: Sequence[str], tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
 ) -> tuple[IndexState, bytes | None]:
     """What is to become of one index, and its bytes if it is to be written. Raises ConflictError, IncompleteError.
 
@@ -397,7 +397,7 @@ def _plan(
 
 
 def _plan_ranked(
-    g: _Group, tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
+    g: _IndexGroup, tensors: Mapping[str, Sequence[StoredTensor]], notes: list[str]
 ) -> tuple[IndexState, bytes | None]:
     """Files of ranks, of whose index the rules know."""
     names = {t.name for n in g.ranked for t in tensors[n]}
@@ -416,7 +416,7 @@ def _plan_ranked(
 
 
 def _state(
-    g: _Group, names: Sequence[str], tensors: int, total: int | None, new: Mapping[str, Any], notes: Sequence[str]
+    g: _IndexGroup, names: Sequence[str], tensors: int, total: int | None, new: Mapping[str, Any], notes: Sequence[str]
 ) -> tuple[IndexState, bytes | None]:
     changes = _changes(g, new)
     state = WRITTEN if changes else RIGHT
@@ -424,7 +424,7 @@ def _state(
     return found, _encode(g, new) if changes else None
 
 
-def _refuse_lost(g: _Group, mapping: Mapping[str, str], names: Sequence[str], notes: list[str]) -> None:
+def _refuse_lost(g: _IndexGroup, mapping: Mapping[str, str], names: Sequence[str], notes: list[str]) -> None:
     """A file that the index names and that is not there may hold what no other file does."""
     missing = sorted({f for f in g.mapped.values() if f not in names and f not in g.listing.names}, key=natural)
     if not missing:
@@ -441,7 +441,7 @@ def _refuse_lost(g: _Group, mapping: Mapping[str, str], names: Sequence[str], no
     notes.append(f"the index named {missing[0]}, which is not there; all of its tensors are in other files")
 
 
-def _new_index(g: _Group, settled: Settled) -> dict[str, Any]:
+def _new_index(g: _IndexGroup, settled: Settled) -> dict[str, Any]:
     """The index as it should be, in the order of the old one."""
     old, mapping = g.mapped, settled.mapping
     listed = list(old)
@@ -461,7 +461,7 @@ def _new_index(g: _Group, settled: Settled) -> dict[str, Any]:
     return {"metadata": new.pop("metadata"), "weight_map": new.pop("weight_map"), **new}
 
 
-def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
+def _changes(g: _IndexGroup, new: Mapping[str, Any]) -> list[str]:
     """What is to be mended; [] when the old index says the same."""
     if g.raw is None:
         return ["there was none"]
@@ -493,7 +493,7 @@ def _changes(g: _Group, new: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _encode(g: _Group, new: Mapping[str, Any]) -> bytes:
+def _encode(g: _IndexGroup, new: Mapping[str, Any]) -> bytes:
     """The index in the style of the old one, else in that of its software."""
     if g.raw is None or g.broken:
         return (json.dumps(new, indent=g.rules.indent, ensure_ascii=False) + g.rules.end).encode()
@@ -503,7 +503,7 @@ def _encode(g: _Group, new: Mapping[str, Any]) -> bytes:
     return (text + ("\n" if g.raw.endswith(b"\n") else "")).encode()
 
 
-def _inside(g: _Group) -> Path:
+def _inside(g: _IndexGroup) -> Path:
     """The index, or the file of this directory that it is a link to. Raises OutputError for one of another place."""
     path = local_path(g.path)
     real = resolved(path)
@@ -516,7 +516,7 @@ def _inside(g: _Group) -> Path:
     return path
 
 
-def _unchanged(heads: Mapping[str, Header], groups: Iterable[_Group]) -> None:
+def _unchanged(heads: Mapping[str, Header], groups: Iterable[_IndexGroup]) -> None:
     """Raises ConflictError when a file is no longer the one that was read."""
     for head in heads.values():
         if not head.file.is_unchanged():
@@ -541,7 +541,7 @@ def _examine(path: Place) -> tuple[Header | None, list[tuple[str, str]]]:
     return head, [(p.id, p.text) for p in problems]
 
 
-def _check_group(g: _Group, found: Mapping[str, ExaminedFile], result: CheckResult) -> None:
+def _check_group(g: _IndexGroup, found: Mapping[str, ExaminedFile], result: CheckResult) -> None:
     """One index against its files."""
     listing, rules, where = g.listing, g.rules, g.path
     if g.broken:
@@ -601,7 +601,7 @@ def _check_group(g: _Group, found: Mapping[str, ExaminedFile], result: CheckResu
     check_mapping(listing, members, index, missing, result, rules)
 
 
-def _check_ranked(g: _Group, result: CheckResult) -> None:
+def _check_ranked(g: _IndexGroup, result: CheckResult) -> None:
     """The index of files of ranks, where these have one."""
     new = g.rules.of_ranks(g.stem, g.data, (), max(g.rules.of_rank(n)[1] for n in g.ranked))
     if new is None:

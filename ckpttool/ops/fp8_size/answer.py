@@ -14,12 +14,12 @@ from ckpttool.core.mesh import Mesh, default_etp
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.formats.hf import indexes_of
 from ckpttool.layout.shapes import check_sizes
-from ckpttool.ops.fp8_size.cache import Cache, cache_of
+from ckpttool.ops.fp8_size.cache import KvCache, cache_of
 from ckpttool.ops.fp8_size.devices import Device
-from ckpttool.ops.fp8_size.model import Model, load
-from ckpttool.ops.fp8_size.resident import Ranks, partition
-from ckpttool.ops.fp8_size.stored import Applied, Disk, Wanted, apply, on_disk
-from ckpttool.ops.fp8_size.training import Training, training_of
+from ckpttool.ops.fp8_size.model import SizedModel, load
+from ckpttool.ops.fp8_size.resident import RankLoads, partition
+from ckpttool.ops.fp8_size.stored import Applied, Disk, WantedRecipe, apply, on_disk
+from ckpttool.ops.fp8_size.training import TrainingSetup, training_of
 from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import parse_place
 
@@ -33,7 +33,7 @@ NOT_MODELLED = ("activations", "CUDA graphs", "the allocator's gaps", "NCCL buff
 class Question:
     """The options; None and "" are "not said"."""
 
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: WantedRecipe = field(default_factory=WantedRecipe)
     config: AnyPlace | None = None
     mtp: bool = True
     max_shard_size: int | None = None
@@ -55,7 +55,7 @@ class Question:
     moment: str = ""
     fp8_transposed: bool = False
     device: Device | None = None
-    """Whose memory must do; without a label where only its size is given."""
+    """The device whose memory must suffice; without a label where only its size is given."""
     check_total_size: bool = False
 
     @property
@@ -66,14 +66,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class DeviceFit:
     """The most loaded rank against the memory of a device."""
 
     rank: int
     needed: int
     memory: int
     tokens: int | None = None
-    """Of keys and values, that the memory left on that rank has room for in layers that keep all; None without --kv,
+    """Tokens whose keys and values fit into the memory left on that rank, in layers that keep all; None without --kv,
     and where no layer keeps any."""
     device: str = ""
     """Its label; "" where only its memory is given."""
@@ -111,13 +111,13 @@ class TotalSize:
 class SizeReport:
     """The answer."""
 
-    model: Model
+    model: SizedModel
     applied: Applied
     disk: Disk
-    ranks: Ranks | None = None
-    cache: Cache | None = None
-    training: Training | None = None
-    fit: Fit | None = None
+    ranks: RankLoads | None = None
+    cache: KvCache | None = None
+    training: TrainingSetup | None = None
+    fit: DeviceFit | None = None
     remedies: list[Remedy] = field(default_factory=list)
     """What would fit, where it does not."""
     total_size: TotalSize | None = None
@@ -145,7 +145,7 @@ def answer(src: AnyPlace, options: OpenOptions, question: Question) -> SizeRepor
     return out
 
 
-def _sizes(model: Model, question: Question) -> SizeReport:
+def _sizes(model: SizedModel, question: Question) -> SizeReport:
     # An index is right or wrong whatever becomes of the weights.
     applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
     if question.fp8_transposed and not applied.quantised:
@@ -199,7 +199,7 @@ def _mesh(out: SizeReport, q: Question) -> tuple[Mesh, bool]:
 
 
 def _ranks(out: SizeReport, q: Question) -> None:
-    """Everything that is said of each rank."""
+    """Bytes, cache and fit of each rank."""
     model, applied = out.model, out.applied
     check_sizes(model.family, model.config)
     mesh, follows = _mesh(out, q)
@@ -265,7 +265,7 @@ def _ways(out: SizeReport, q: Question) -> Iterator[list[dict[str, str | int]]]:
 _FIELDS = {"--tp-out": "tp", "--kv": "kv", "--tokens": "tokens", "--zero": "zero"}
 
 
-def _remedy(model: Model, question: Question, changes: Mapping[str, str | int]) -> Remedy | None:
+def _remedy(model: SizedModel, question: Question, changes: Mapping[str, str | int]) -> Remedy | None:
     """These changes, where they are possible and enough."""
     fields: dict[str, Any] = {_FIELDS[o]: v for o, v in changes.items() if o != "--recipe"}
     wanted = replace(question.wanted, recipe=str(changes.get("--recipe", question.wanted.recipe)))
@@ -278,25 +278,25 @@ def _remedy(model: Model, question: Question, changes: Mapping[str, str | int]) 
     return Remedy(" ".join(f"{o} {v}" for o, v in changes.items()), tried.fit.needed)
 
 
-def _fit(out: SizeReport, device: Device) -> Fit:
+def _fit(out: SizeReport, device: Device) -> DeviceFit:
     ranks, cache, memory = out.ranks, out.cache, device.memory
     if out.training is not None:
         most = out.training.most
-        return Fit(most, out.training.held[most].nbytes, memory, device=device.label)
+        return DeviceFit(most, out.training.held[most].nbytes, memory, device=device.label)
     assert ranks is not None  # noqa: S101 - the caller made them
     stages = [at.pp for at in ranks.mesh.all_coords()]
     needed = [w.nbytes + (cache.needed(stage) if cache else 0) for w, stage in zip(ranks.held, stages, strict=True)]
     most = needed.index(max(needed))
     if cache is None:
-        return Fit(most, needed[most], memory, device=device.label)
+        return DeviceFit(most, needed[most], memory, device=device.label)
     rooms = []
     for w, stage in zip(ranks.held, stages, strict=True):
         if token := sum(layer.token for layer in cache.kept[stage]):
             rooms.append(max(0, memory - w.nbytes - cache.states(stage)) // token)
-    return Fit(most, needed[most], memory, min(rooms, default=None), device.label)
+    return DeviceFit(most, needed[most], memory, min(rooms, default=None), device.label)
 
 
-def _total_size(model: Model) -> TotalSize:
+def _total_size(model: SizedModel) -> TotalSize:
     """Compare the index with the headers. Raises UsageError when there is no index or no total in it."""
     source = model.checkpoint
     if source is None:

@@ -4,7 +4,7 @@ Grouped-query attention keeps two vectors for each key/value head of a rank; a r
 attention (DeepSeek) keeps one latent and one rotary key for all heads, whole on every rank. A layer with a sliding
 window needs no more than its window; engines may reserve the whole length for it all the same, which is given besides.
 Mamba, short convolutions and linear attention keep a state of one size for each sequence, however long it is.
-What each layer keeps is said by the family (layout/cache.py).
+The family declares what each layer keeps (layout/cache.py).
 
 Sources: vLLM's mla_attention.py (656 bytes a token and layer of ``fp8_ds_mla``: 512 codes, 4 F32 scales, 64 BF16),
 configuration and cache classes of transformers (which layers slide, what states are), hf-mem #60 (what engines
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout.cache import Kept, kept_layers
-from ckpttool.ops.fp8_size.model import Model
+from ckpttool.ops.fp8_size.model import SizedModel
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")
 """What --kv may say."""
@@ -30,8 +30,8 @@ LATENT, ROTARY = "latent", "rotary"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer keeps on a rank."""
+class CachedLayer:
+    """The cache of one layer on a rank, in bytes."""
 
     kind: str
     token: int
@@ -47,19 +47,19 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """What is kept on one rank of each pipeline stage."""
+class KvCache:
+    """The key-value cache on one rank of each pipeline stage."""
 
     dtype: str
     """One of ``KINDS``."""
     latent: bool
     tokens: int
-    """Of a sequence; 0 when not said."""
+    """Tokens of a sequence; 0 when not given."""
     batch: int
     length: int
-    """For which an engine reserves memory; 0 when not said."""
-    kept: tuple[tuple[Layer, ...], ...]
-    """By pipeline stage."""
+    """Tokens for which an engine reserves memory; 0 when not given."""
+    kept: tuple[tuple[CachedLayer, ...], ...]
+    """Layers by pipeline stage."""
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
@@ -127,11 +127,11 @@ class Cache:
         return sum(layer.token for layer in self.kept[stage]) * length * self.batch + self.states(stage)
 
     def needed(self, stage: int) -> int:
-        """What must fit: what is reserved where a length is said, else what the tokens use."""
+        """What must fit: what is reserved where a length is given, else what the tokens use."""
         return self.reserved(stage) if self.length else self.used(stage)
 
 
-def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, length: int) -> Cache:
+def cache_of(model: SizedModel, dtype: str, mesh: Mesh, *, tokens: int, batch: int, length: int) -> KvCache:
     """The cache of a model; 0 tokens or length is "not said".
 
     Raises UsageError for a dtype that the model cannot have, UnsupportedError when family and config do not say what
@@ -148,9 +148,9 @@ def cache_of(model: Model, dtype: str, mesh: Mesh, *, tokens: int, batch: int, l
     latent = any(LATENT in layer.tokens for layer in kept)
     if dtype == "fp8_ds_mla":
         _check_latents(model, kept)
-    layers = [Layer(n.kind, _bytes(n, dtype), n.window if n.tokens else 0, n.state) for n in kept]
+    layers = [CachedLayer(n.kind, _bytes(n, dtype), n.window if n.tokens else 0, n.state) for n in kept]
     stages = tuple(tuple(layers[i] for i in numbers) for numbers in mesh.stage_layers(len(layers)))
-    return Cache(dtype, latent, tokens, batch, length, stages)
+    return KvCache(dtype, latent, tokens, batch, length, stages)
 
 
 def _with_way_out(hint: str | None) -> str:
@@ -158,14 +158,14 @@ def _with_way_out(hint: str | None) -> str:
 
 
 def _bytes(layer: Kept, dtype: str) -> int:
-    """Of a token."""
+    """Bytes of a token."""
     each = sum(layer.tokens.values()) * (2 if dtype == "bf16" else 1)
     if dtype == "fp8_ds_mla" and layer.tokens:
         each += DS_MLA - layer.tokens[LATENT] - layer.tokens[ROTARY]
     return each * layer.attentions
 
 
-def _check_latents(model: Model, kept: list[Kept]) -> None:
+def _check_latents(model: SizedModel, kept: list[Kept]) -> None:
     """Raises UsageError for layers whose tokens vLLM's own format for latents cannot hold."""
     for layer in (n for n in kept if n.tokens):
         if LATENT not in layer.tokens:

@@ -50,7 +50,7 @@ _TABLE = {
     "mi355x": ("MI355X", 294_896),
 }
 GPUS = {name: Device(label, mib * _MIB) for name, (label, mib) in _TABLE.items()}
-"""By the name that --gpu takes."""
+"""Devices by the name that --gpu takes."""
 
 
 def gpu(name: str) -> Device:

@@ -31,21 +31,21 @@ CONFIG_ALONE = "config"
 """``Model.format`` of a config.json without weights."""
 
 
-class Held(NamedTuple):
-    """One tensor that is stored."""
+class SizedTensor(NamedTuple):
+    """One tensor of SRC, by its header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     role: str = ""
-    """Of a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
+    """Role in a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
 
 
-class Kind(NamedTuple):
-    """What a name says of a weight."""
+class WeightKind(NamedTuple):
+    """The kind of a weight, by its name."""
 
     template: str
-    """Without its numbers."""
+    """The name without its numbers."""
     mtp: bool
     """It belongs to a multi-token-prediction layer."""
     in_out: bool
@@ -53,8 +53,8 @@ class Kind(NamedTuple):
 
 
 @dataclass(slots=True)
-class Model:
-    """What SRC says."""
+class SizedModel:
+    """The model in SRC, by its config and headers."""
 
     path: Place
     format: str
@@ -64,9 +64,9 @@ class Model:
     """Statements that lead from Hugging Face names to those of ``weights``."""
     weights: list[Weight]
     """In high precision. Of a quantised checkpoint they are those that it was made of."""
-    kinds: list[Kind]
-    """Of each weight."""
-    stored: dict[str, Held] = field(default_factory=dict)
+    kinds: list[WeightKind]
+    """The kind of each weight."""
+    stored: dict[str, SizedTensor] = field(default_factory=dict)
     """What SRC stores, by name; empty for a config alone."""
     codes: Codes = field(default_factory=Codes)
     checkpoint: StoredCheckpoint | None = None
@@ -78,10 +78,10 @@ class Model:
     packed: Mapping[str, Part] = field(default_factory=dict)
     """What each tensor of a packed weight is to it."""
     foreign: UnsupportedError | None = None
-    """Why it is not known which weights SRC was made of: it is quantised in a way that is none of ours."""
+    """Why it is not known which weights SRC was made of: its quantisation is unknown."""
 
 
-def load(path: Place, options: OpenOptions, config: Place | None, *, mtp: bool) -> Model:
+def load(path: Place, options: OpenOptions, config: Place | None, *, mtp: bool) -> SizedModel:
     """Read headers or the config.
 
     Raises UsageError for options that do nothing, LayoutError for a family that does not say which tensors it has,
@@ -129,7 +129,7 @@ def _read_json(path: Place) -> dict[str, Any]:
 
 def _from_config(
     path: Place, config: Mapping[str, Any], options: OpenOptions, other: Place | None, *, mtp: bool
-) -> Model:
+) -> SizedModel:
     if other is not None:
         raise UsageError("--config has no effect: SRC is a config", hint="give one of the two")
     said = [*options.mesh.from_flags()]
@@ -152,16 +152,16 @@ def _from_config(
         Weight(name, dtype, shape, len(shape) > 1 and kind.in_out)
         for (name, dtype, shape), kind in zip(declared, kinds, strict=True)
     ]
-    return Model(path, CONFIG_ALONE, config, family, (), weights, kinds, without_mtp=without)
+    return SizedModel(path, CONFIG_ALONE, config, family, (), weights, kinds, without_mtp=without)
 
 
-def _kinds(family: Family, ops: tuple[Transform, ...]) -> Callable[[str], Kind]:
+def _kinds(family: Family, ops: tuple[Transform, ...]) -> Callable[[str], WeightKind]:
     """A function that says the kind of a weight, which asks the family once for each template."""
     place = family.placer(ops)
     layers = family.size("layers")
     known: dict[str, tuple[int, bool]] = {}
 
-    def kind(name: str) -> Kind:
+    def kind(name: str) -> WeightKind:
         template, numbers = split_numbers(name)
         got = known.get(template)
         if got is None:
@@ -171,7 +171,7 @@ def _kinds(family: Family, ops: tuple[Transform, ...]) -> Callable[[str], Kind]:
             at = numbers.index(str(found.layer)) if found is not None and counts else -1
             got = known[template] = (at, found is not None and found.rule.in_out)
         at, in_out = got
-        return Kind(template, at >= 0 and int(numbers[at]) >= (layers or 0), in_out)
+        return WeightKind(template, at >= 0 and int(numbers[at]) >= (layers or 0), in_out)
 
     return kind
 
@@ -231,7 +231,7 @@ def _open(path: Place, options: OpenOptions, config: Place | None) -> Checkpoint
     return assemble(stored, path, options)
 
 
-def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
+def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> SizedModel:
     family, ops, notes = source.family, source.ops, list(source.notes)
     views = identity(source.catalog)
     if not source.capabilities.keeps_form and ops:
@@ -266,7 +266,7 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
     dtype = high_precision(source.config)
     parts, beside = codes.parts, set(codes.beside)
     weights: dict[str, Weight] = {}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, WeightKind] = {}
     for name, (stored_as, shape) in table.items():
         weight = parts.get(name, name)
         if weight in weights or name in beside:
@@ -288,8 +288,8 @@ def _from_checkpoint(source: Checkpoint, *, mtp: bool) -> Model:
     roles |= {n: "scales" for n, part in packed.items() if n != part.codes}
     if packing is not None and packing.beside:
         roles |= {n: "scales" for n in table if n.endswith(packing.beside)}
-    stored = {n: Held(n, *entry, roles.get(n, "")) for n, entry in table.items()}
-    return Model(
+    stored = {n: SizedTensor(n, *entry, roles.get(n, "")) for n, entry in table.items()}
+    return SizedModel(
         source.path,
         source.format,
         source.config,

@@ -22,7 +22,7 @@ from ckpttool.layout.names import split_numbers
 from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Rule, local_boxes, parse_rule
 from ckpttool.layout.statements import matches
 from ckpttool.ops.fp8_size.coding import Coding
-from ckpttool.ops.fp8_size.model import Model
+from ckpttool.ops.fp8_size.model import SizedModel
 from ckpttool.ops.fp8_size.stored import Applied
 
 _WHOLE = parse_rule("replicate")
@@ -32,7 +32,7 @@ SHARED = -1
 """No expert-parallel rank has it alone."""
 
 
-class _Kind(NamedTuple):
+class _ResidentKind(NamedTuple):
     """Tensors that every rank holds alike."""
 
     rule: Rule
@@ -46,16 +46,16 @@ class _Kind(NamedTuple):
     owner: int
     """The expert-parallel rank that has it, or SHARED."""
     name: str
-    """Of the first of them, for messages."""
+    """Name of the first of them, for messages."""
     template: str
     """Its name without numbers."""
     blocks: tuple[int, ...] = ()
-    """Of a packed weight: elements for each stored one along each axis."""
+    """Elements of a packed weight for each stored one along each axis."""
     parameters: int = 1
-    """Of the weight for each stored element."""
+    """Parameters of the weight for each stored element."""
 
 
-_Counted = Sequence[tuple[_Kind, int]]
+_Counted = Sequence[tuple[_ResidentKind, int]]
 """Kinds, and how many tensors there are of each."""
 
 
@@ -90,14 +90,14 @@ class Misfit(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ranks:
-    """Every rank's share."""
+class RankLoads:
+    """Bytes that each rank holds."""
 
     mesh: Mesh
     vocabulary: tuple[int, int]
     """Rows of the embedding, and rows of all ranks after padding; (0, 0) when there is none."""
     held: list[Weights]
-    """By rank; empty when a weight cannot be cut at all."""
+    """Weights by rank; empty when a weight cannot be cut at all."""
     misfits: list[Misfit]
     """Empty when the weights can be cut that way."""
     works: tuple[int, ...] = ()
@@ -111,7 +111,9 @@ class Ranks:
         return max(range(len(self.held)), key=lambda r: self.held[r].nbytes, default=0)
 
 
-def partition(model: Model, applied: Applied, mesh: Mesh, vocab_multiple: int, *, blocks: bool, follows: bool) -> Ranks:
+def partition(
+    model: SizedModel, applied: Applied, mesh: Mesh, vocab_multiple: int, *, blocks: bool, follows: bool
+) -> RankLoads:
     """Share the weights out.
 
     ``blocks``: cuts must fall between blocks of scales. ``follows``: etp is tp, so that another tp brings another etp.
@@ -121,10 +123,10 @@ def partition(model: Model, applied: Applied, mesh: Mesh, vocab_multiple: int, *
         refused = Misfit(
             model.packing.example, model.stored[model.packing.example].shape, model.packing.why, expert=False
         )
-        return Ranks(mesh, (0, 0), [], [refused], (1,))
+        return RankLoads(mesh, (0, 0), [], [refused], (1,))
     kinds = _kinds(model, applied, mesh)
     cutting = PartitionContext(mesh, model.family.sizes, vocab_multiple=vocab_multiple)
-    out = Ranks(mesh, _vocabulary(kinds, cutting), [], _misfits(kinds, cutting, blocks=blocks))
+    out = RankLoads(mesh, _vocabulary(kinds, cutting), [], _misfits(kinds, cutting, blocks=blocks))
     out.checked = blocks and any(k.coding is not None and k.coding.sides[0] for k, _ in kinds)
     if out.misfits:
         out.works = tuple(_works(kinds, cutting, blocks=blocks, follows=follows))
@@ -133,7 +135,7 @@ def partition(model: Model, applied: Applied, mesh: Mesh, vocab_multiple: int, *
     return out
 
 
-def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
+def _kinds(model: SizedModel, applied: Applied, mesh: Mesh) -> _Counted:
     """Tensors by kind. Raises LayoutError for one that has no rule and has to be cut."""
     family = model.family
     place_of = family.placer(model.ops)
@@ -146,7 +148,7 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
             "the number of experts differs from layer to layer, and ranks cannot share them out", hint="use --ep-out 1"
         )
     owners = {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
-    found: dict[tuple[Any, ...], _Kind] = {}
+    found: dict[tuple[Any, ...], _ResidentKind] = {}
     counts: dict[tuple[Any, ...], int] = {}
     missing = []
     for number, g in enumerate(applied.groups):
@@ -178,7 +180,7 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
                     blocks = model.packing.blocks(part, len(w.shape))
                     parameters = prod(blocks) if name == part.codes else 0
                 bias, merged, template = is_bias(name), _merged(merging, name), split_numbers(name)[0]
-                found[key] = _Kind(
+                found[key] = _ResidentKind(
                     rule, w.shape, w.dtype, g.coding, bias, merged, stages, owner, name, template, blocks, parameters
                 )
             counts[key] = counts.get(key, 0) + 1
@@ -187,7 +189,7 @@ def _kinds(model: Model, applied: Applied, mesh: Mesh) -> _Counted:
     return [(kind, counts[key]) for key, kind in found.items()]
 
 
-def _stages(model: Model, mesh: Mesh) -> dict[int, int]:
+def _stages(model: SizedModel, mesh: Mesh) -> dict[int, int]:
     """Stage of each layer."""
     if mesh.pp == 1:
         return {}
@@ -214,7 +216,7 @@ def _merged(merging: Iterable[tuple[str, ...]], name: str) -> str:
     return ""
 
 
-def _local(kind: _Kind, cutting: PartitionContext, at: Coords) -> RankShare:
+def _local(kind: _ResidentKind, cutting: PartitionContext, at: Coords) -> RankShare:
     return local_boxes(kind.rule, kind.shape, cutting, at, bias=kind.bias, blocks=kind.blocks)
 
 
@@ -269,7 +271,7 @@ def _misfits(kinds: _Counted, cutting: PartitionContext, *, blocks: bool) -> lis
     return list(out.values())
 
 
-def _misfit(kind: _Kind, cutting: PartitionContext, *, blocks: bool) -> str:
+def _misfit(kind: _ResidentKind, cutting: PartitionContext, *, blocks: bool) -> str:
     """Why a weight cannot be cut; "" if it can.
 
     The rule for blocks is that of vLLM's ``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe``: what is cut

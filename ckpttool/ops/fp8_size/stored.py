@@ -17,7 +17,7 @@ from ckpttool.formats.hf import FileNames
 from ckpttool.formats.registry import writer
 from ckpttool.layout.scales import config_block
 from ckpttool.ops.fp8_size.coding import Coding, of_coded, of_scheme
-from ckpttool.ops.fp8_size.model import CONFIG_ALONE, Held, Model
+from ckpttool.ops.fp8_size.model import CONFIG_ALONE, SizedModel, SizedTensor
 from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
 from ckpttool.quant.config import said, section
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
@@ -30,8 +30,8 @@ USUAL_PRESET = "hf-default"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the options say about the recipe; empty is "not said"."""
+class WantedRecipe:
+    """The recipe as options give it; an empty field was not given."""
 
     recipe: str = ""
     block: tuple[int, int] | None = None
@@ -59,12 +59,12 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Group:
+class WeightGroup:
     """Weights whose names differ in their numbers only, with one shape and one fate."""
 
     weight: Weight
     """The first of them."""
-    held: tuple[Held, ...]
+    held: tuple[SizedTensor, ...]
     """What is stored of the first: codes, scales and so on, or the weight itself."""
     coding: Coding | None
     """None: in high precision."""
@@ -73,7 +73,7 @@ class Group:
     kind: str
     """One of ``CLASSES``."""
     names: list[str] = field(default_factory=list)
-    """Of all of them."""
+    """Names of all of them."""
 
     @property
     def suffixes(self) -> list[str]:
@@ -96,25 +96,25 @@ def _stem(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Total:
-    """Sums over some tensors."""
+class Subtotal:
+    """Sums over some tensors of the output."""
 
     tensors: int = 0
     parameters: int = 0
-    """Elements in high precision, each counted where its codes are; scales are no parameters."""
+    """Elements in high precision, each counted where its codes are; scales are not parameters."""
     elements: int = 0
     """As files count them: bytes that hold two 4-bit codes are one element each."""
     nbytes: int = 0
 
-    def add(self, row: Row, times: int) -> None:
+    def add(self, row: OutputRow, times: int) -> None:
         self.tensors += times
         self.parameters += times * row.parameters
         self.elements += times * row.elements
         self.nbytes += times * row.nbytes
 
 
-class Row(NamedTuple):
-    """One stored tensor."""
+class OutputRow(NamedTuple):
+    """One tensor of the output."""
 
     name: str
     dtype: str
@@ -135,14 +135,14 @@ class Applied:
     scheme: Scheme | None
     """None for bf16, and for what is stored already."""
     preset: str
-    """Of ``quant.keep``; "" where nothing is quantised."""
-    groups: list[Group]
-    loose: list[Held]
+    """A preset of ``quant.keep``; "" where nothing is quantised."""
+    groups: list[WeightGroup]
+    loose: list[SizedTensor]
     """Scales that belong to no weight (of caches)."""
-    total: Total = field(default_factory=Total)
-    classes: dict[str, Total] = field(default_factory=dict)
-    dtypes: dict[str, Total] = field(default_factory=dict)
-    modules: dict[str, Total] = field(default_factory=dict)
+    total: Subtotal = field(default_factory=Subtotal)
+    classes: dict[str, Subtotal] = field(default_factory=dict)
+    dtypes: dict[str, Subtotal] = field(default_factory=dict)
+    modules: dict[str, Subtotal] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     """Why tensors stay in high precision -> how many."""
 
@@ -150,7 +150,7 @@ class Applied:
     def quantised(self) -> bool:
         return any(g.coding is not None for g in self.groups)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[OutputRow]:
         """Every stored tensor."""
         for g in self.groups:
             same = [_row(h, g) for h in g.held]
@@ -165,15 +165,15 @@ class Applied:
         )
 
 
-def _row(h: Held, g: Group | None = None) -> Row:
+def _row(h: SizedTensor, g: WeightGroup | None = None) -> OutputRow:
     """A stored tensor of a group; one of no group is a scale."""
     scale = g is None or h.role in ("scales", "factor", "input")
     kind, parameters = ("scale", 0) if g is None or scale else (g.kind, prod(g.weight.shape))
     elements = prod(h.shape)
-    return Row(h.name, h.dtype, h.shape, kind, parameters, elements, nbytes(h.dtype, elements, where=h.name))
+    return OutputRow(h.name, h.dtype, h.shape, kind, parameters, elements, nbytes(h.dtype, elements, where=h.name))
 
 
-def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied:
+def apply(model: SizedModel, wanted: WantedRecipe, *, or_as_it_is: bool = False) -> Applied:
     """Work out what is stored.
 
     ``or_as_it_is``: where no recipe is wanted and none would do anything, that is what the files hold. Raises
@@ -193,7 +193,7 @@ def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied
         raise model.foreign
     out = _stored(model) if as_it_is else _treated(model, recipe, wanted)
     if recipe in RECIPES:
-        if or_as_it_is and not out.quantised and wanted == Wanted():
+        if or_as_it_is and not out.quantised and wanted == WantedRecipe():
             out = _stored(model)
         else:
             _something(model, out.groups)
@@ -202,7 +202,7 @@ def apply(model: Model, wanted: Wanted, *, or_as_it_is: bool = False) -> Applied
     return out
 
 
-def _treated(model: Model, recipe: str, wanted: Wanted) -> Applied:
+def _treated(model: SizedModel, recipe: str, wanted: WantedRecipe) -> Applied:
     chosen: Scheme | None = None
     ignored: Collection[str] = ()
     preset = wanted.preset or USUAL_PRESET
@@ -227,7 +227,7 @@ def _treated(model: Model, recipe: str, wanted: Wanted) -> Applied:
     # A pattern may name one layer; the presets treat all numbers alike, so that one weight of a kind decides.
     each = wanted.keep or wanted.include or ignored or coded
     fates: Iterable[Treated | None] = treat(model.weights, chosen, keep) if each else repeat(None, len(model.weights))
-    groups: dict[tuple[Any, ...], Group] = {}
+    groups: dict[tuple[Any, ...], WeightGroup] = {}
     for w, (template, mtp, _), fate in zip(model.weights, model.kinds, fates, strict=True):
         key = (template, mtp, w.shape, w.dtype, w.in_out, fate and fate.why)
         group = groups.get(key)
@@ -235,17 +235,17 @@ def _treated(model: Model, recipe: str, wanted: Wanted) -> Applied:
             _, forms, why = fate or treat([w], chosen, keep)[0]
             kind = "mtp" if mtp else class_of(template)
             if chosen is None or not forms:
-                held: tuple[Held, ...] = (Held(w.name, w.dtype, w.shape),)
-                group = Group(w, held, None, why if chosen else "", kind)
+                held: tuple[SizedTensor, ...] = (SizedTensor(w.name, w.dtype, w.shape),)
+                group = WeightGroup(w, held, None, why if chosen else "", kind)
             else:
-                held = tuple([Held(f.name, f.dtype, f.shape, f.role) for f in forms])
-                group = Group(w, held, of_scheme(chosen, len(w.shape), forms, in_out=w.in_out), "", kind)
+                held = tuple([SizedTensor(f.name, f.dtype, f.shape, f.role) for f in forms])
+                group = WeightGroup(w, held, of_scheme(chosen, len(w.shape), forms, in_out=w.in_out), "", kind)
             groups[key] = group
         group.names.append(w.name)
     return Applied(recipe, chosen, keep.preset if chosen else "", list(groups.values()), [])
 
 
-def _something(model: Model, groups: Iterable[Group]) -> None:
+def _something(model: SizedModel, groups: Iterable[WeightGroup]) -> None:
     """Raises UsageError when a recipe leaves everything as it is."""
     kept: dict[str, int] = {}
     for g in groups:
@@ -260,14 +260,14 @@ def _something(model: Model, groups: Iterable[Group]) -> None:
     )
 
 
-def _stored(model: Model) -> Applied:
+def _stored(model: SizedModel) -> Applied:
     """What a checkpoint holds."""
     block = config_block(model.config)
-    beside: dict[str, list[Held]] = {}
+    beside: dict[str, list[SizedTensor]] = {}
     for name in model.codes.beside:
         # `x.input_scale` belongs to `x.weight`
         beside.setdefault(name.rpartition(".")[0] + ".weight", []).append(model.stored[name])
-    groups: dict[tuple[Any, ...], Group] = {}
+    groups: dict[tuple[Any, ...], WeightGroup] = {}
     for w, (template, mtp, _) in zip(model.weights, model.kinds, strict=True):
         coded = model.codes.weights.get(w.name)
         names = [w.name] if coded is None else [n for n in (coded.codes, coded.scale, coded.factor) if n]
@@ -282,17 +282,17 @@ def _stored(model: Model) -> Applied:
             if coded is not None:
                 lone = sum(nbytes(h.dtype, prod(h.shape), where=h.name) for h in held if h.role in ("factor", "input"))
                 coding = of_coded(coded, model.stored[coded.scale].dtype if coded.scale else "", block, lone)
-            group = groups[key] = Group(w, held, coding, "", "mtp" if mtp else class_of(template))
+            group = groups[key] = WeightGroup(w, held, coding, "", "mtp" if mtp else class_of(template))
         group.names.append(w.name)
     return Applied(AS_IS, None, "", list(groups.values()), [h for found in beside.values() for h in found])
 
 
 def _sum(out: Applied) -> None:
-    classes: dict[str, Total] = {}
+    classes: dict[str, Subtotal] = {}
 
-    def add(row: Row, module: str, times: int) -> None:
+    def add(row: OutputRow, module: str, times: int) -> None:
         for table, key in ((classes, row.kind), (out.dtypes, row.dtype), (out.modules, module)):
-            table.setdefault(key, Total()).add(row, times)
+            table.setdefault(key, Subtotal()).add(row, times)
         out.total.add(row, times)
 
     for g in out.groups:
@@ -328,12 +328,12 @@ class Disk:
         return self.payload + self.headers
 
 
-def in_order(model: Model, applied: Applied) -> list[Row]:
+def in_order(model: SizedModel, applied: Applied) -> list[OutputRow]:
     """What is stored, in model order."""
     return model.family.in_model_order(applied.rows(), model.ops, lambda r: r.name)
 
 
-def on_disk(model: Model, applied: Applied, max_shard_size: int | None) -> Disk:
+def on_disk(model: SizedModel, applied: Applied, max_shard_size: int | None) -> Disk:
     """The files of SRC where they are asked for, else those that the writer of the Hugging Face format would write.
 
     It fills files in model order, as it does for reshard and fp8-cast.

@@ -25,8 +25,8 @@ from ckpttool.ops.fp8_size.resident import Weights
 BYTES = {"bf16": 2, "fp32": 4, "none": 0}
 
 
-class State(NamedTuple):
-    """Bytes on one rank."""
+class TrainingBytes(NamedTuple):
+    """Bytes of a training run on one rank."""
 
     weights: int
     gradients: int
@@ -39,8 +39,8 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """How it is trained, and what each rank holds."""
+class TrainingSetup:
+    """A training run's sharding, and bytes on each rank."""
 
     zero: int
     dp: int
@@ -50,8 +50,8 @@ class Training:
     moment: str
     transposed: bool
     """Codes and scales are there a second time, transposed for the backward pass."""
-    held: list[State]
-    """By model-parallel rank."""
+    held: list[TrainingBytes]
+    """Bytes by model-parallel rank."""
 
     @property
     def most(self) -> int:
@@ -61,7 +61,7 @@ class Training:
 
 def training_of(
     held: list[Weights], mesh: Mesh, *, zero: int, dp: int, gradient: str, master: str, moment: str, transposed: bool
-) -> Training:
+) -> TrainingSetup:
     """Work it out. Raises UsageError for sizes and dtypes that do not go together."""
     for option, value, known in (
         ("--grad", gradient, ("bf16", "fp32")),
@@ -95,6 +95,8 @@ def training_of(
             for size in (BYTES[gradient], BYTES[master], 2 * BYTES[moment])
         ]
         states.append(
-            State(shared(dense, experts, 3), shared(*amounts[0], 2), shared(*amounts[1], 1), shared(*amounts[2], 1))
+            TrainingBytes(
+                shared(dense, experts, 3), shared(*amounts[0], 2), shared(*amounts[1], 1), shared(*amounts[2], 1)
+            )
         )
-    return Training(zero, dp, expert_dp, gradient, master, moment, transposed, states)
+    return TrainingSetup(zero, dp, expert_dp, gradient, master, moment, transposed, states)

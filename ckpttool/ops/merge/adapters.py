@@ -23,7 +23,7 @@ from ckpttool.formats.config import whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Rename, inverse
-from ckpttool.ops.merge.models import Model, Models
+from ckpttool.ops.merge.models import MergeInput, Models
 from ckpttool.planning.planner import Operands
 from ckpttool.planning.relate import DerivedTensor
 from ckpttool.recipe.model import ModelRef
@@ -109,8 +109,8 @@ class Adaptations:
                 notes.append(f"{ref}: an adapter sets apart {what}; the output has tie_word_embeddings: false")
         return Changes(table, changes.notes)
 
-    def _counted_once(self, model: Model, changes: Changes) -> Changes:
-        """Without the second of two equal terms of tied tensors: PEFT saves both of a pair that it trained as one."""
+    def _counted_once(self, model: MergeInput, changes: Changes) -> Changes:
+        """Drop the second of two equal terms of tied tensors: PEFT saves both of a pair that it trained as one."""
         table = dict(changes.table)
         for copy, owner in model.ties.items():
             first, second = (table.get(n, Change()).terms for n in (owner, copy))
@@ -119,8 +119,8 @@ class Adaptations:
                 table[copy] = table[copy]._replace(terms=left)
         return changes._replace(table=table)
 
-    def _without_copies(self, model: Model, changes: Changes) -> Changes:
-        """Without weights that the adapter brings along unchanged: PEFT saves an embedding with its factors."""
+    def _without_copies(self, model: MergeInput, changes: Changes) -> Changes:
+        """Drop weights that the adapter brings along unchanged: PEFT saves an embedding with its factors."""
         table = dict(changes.table)
         for name, change in changes.table.items():
             view = model.views.get(model.ties.get(name, name))
@@ -128,7 +128,7 @@ class Adaptations:
                 table[name] = change._replace(whole=None, in_place=False)
         return changes._replace(table=table)
 
-    def _check_bias(self, model: Model, head: str, changes: Changes) -> None:
+    def _check_bias(self, model: MergeInput, head: str, changes: Changes) -> None:
         """Raises UnsupportedError for a head that was trained without the bias that it has in the base."""
         bias = f"{head.removesuffix('.weight')}.bias"
         if bias in model.views and bias not in changes.table:
@@ -186,7 +186,7 @@ class Adaptations:
         return self._hashes.get(ref, [])
 
 
-def _forms(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[ModelForm]:
+def _forms(model: MergeInput, shapes: Mapping[str, tuple[int, ...]]) -> list[ModelForm]:
     """How transformers holds the model in memory, whose names an adapter of PEFT has."""
     if not _is_known(model) or not all(isinstance(op, Rename) for op in model.ops):
         return []
@@ -204,7 +204,7 @@ def _forms(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[ModelFor
     ]
 
 
-def _is_known(model: Model) -> bool:
+def _is_known(model: MergeInput) -> bool:
     return model.checkpoint.family.name != "none"
 
 
@@ -213,7 +213,7 @@ def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
     return LowRank(up, down, term.factor, term.row, term.column)
 
 
-def _orientation(model: Model, adapter: Adapter) -> InOut | None:
+def _orientation(model: MergeInput, adapter: Adapter) -> InOut | None:
     """How the base stores linear layers: [out, in] if torch's format is recorded in its files and its names are Hugging
     Face's, or if it is read from another format; else as the adapter's own library does. PEFT has one fan_in_fan_out
     for layers that differ (GPT-2's and its head): of a known family the rules tell.

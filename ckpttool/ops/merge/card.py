@@ -20,7 +20,7 @@ from ckpttool.core.tensor_names import printable
 from ckpttool.core.words import count, short
 from ckpttool.kernels.merge import METHODS
 from ckpttool.ops.merge.distances import NUMBERS, Distances
-from ckpttool.ops.merge.origins import Group, parameters_of, some_names
+from ckpttool.ops.merge.origins import TensorOrigin, parameters_of, some_names
 from ckpttool.ops.merge.provenance import Provenance
 from ckpttool.storage.listing import COMPANION_LIMIT, leads_away
 from ckpttool.version import __version__
@@ -39,7 +39,7 @@ _TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag",
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ModelCard:
     """A model's own card."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Card:
     prose: str = ""
 
     @classmethod
-    def at(cls, root: Place) -> Card:
+    def at(cls, root: Place) -> ModelCard:
         """The card in a directory; an empty one where there is none that can be read."""
         path = root / NAME
         if not path.is_file() or leads_away(path) or DataFile.at(path).size > COMPANION_LIMIT:
@@ -56,7 +56,7 @@ class Card:
             return cls.of(f.read())
 
     @classmethod
-    def of(cls, text: str) -> Card:
+    def of(cls, text: str) -> ModelCard:
         """A card as text. What an earlier merge has written into it is left out."""
         found = _MATTER.match(text)
         prose = text[found.end() :] if found else text
@@ -91,8 +91,8 @@ def _fields(text: str) -> dict[str, Any]:
 class Parents:
     """What the sources of a merge say of themselves."""
 
-    cards: Mapping[str, Card]
-    """By the source's label."""
+    cards: Mapping[str, ModelCard]
+    """Cards by the source's label."""
     donor: str
     """The source whose config and tokenizer the output has."""
     hub: Sequence[str]
@@ -135,7 +135,7 @@ class Subject:
 
     name: str
     provenance: Provenance
-    groups: Sequence[Group]
+    groups: Sequence[TensorOrigin]
     parents: Parents
     library: str
     """``transformers``, or "" where it is not certain that a library loads it."""

@@ -28,12 +28,12 @@ Known = list[float | None]
 """One number for each tensor; None where there is none."""
 
 NUMBERS = ("distance", "cosine", "task_cosine", "changed", "kept", "agreeing")
-"""What is said of a parent."""
+"""Figures of a parent."""
 
 
 @dataclass
-class Parent:
-    """A parent's numbers, one for each tensor."""
+class ParentDistances:
+    """How far the merge is from one parent, tensor by tensor."""
 
     label: str
     is_base: bool = False
@@ -69,7 +69,7 @@ class Distances:
         self.moved: Known = [m.gaps[-1] if m.task_norms else None for m in measured]
         """sum (y - b)^2"""
         self.conflicting: Known = [m.conflicts for m in measured]
-        self.parents = [Parent(label) for label in labels]
+        self.parents = [ParentDistances(label) for label in labels]
         for name, one in zip(self.names, measured, strict=True):
             places: dict[str, int] = {}
             for i, (label, _) in enumerate(operands[name][: len(one.gaps)]):
@@ -84,7 +84,7 @@ class Distances:
         """Positions of all tensors."""
         return range(len(self.names))
 
-    def joins(self, parent: Parent) -> dict[str, Join]:
+    def joins(self, parent: ParentDistances) -> dict[str, Join]:
         """How each of ``NUMBERS`` is worked out for some tensors; without those that the parent or method has not."""
         found = {
             "distance": relative(parent.gaps, parent.norms),

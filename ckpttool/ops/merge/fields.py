@@ -16,7 +16,7 @@ from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import is_part
 from ckpttool.layout.sizes import size_spec
-from ckpttool.ops.merge.models import Model
+from ckpttool.ops.merge.models import MergeInput
 from ckpttool.ops.merge.words import VocabularyPlan, has_vocabulary
 from ckpttool.quant.config import DTYPE_FIELDS, mapped_fields
 from ckpttool.storage.json_file import indented, load_json
@@ -33,9 +33,9 @@ Tensors = Mapping[Key, LogicalTensor]
 
 
 def in_line(
-    config: Mapping[str, Any], donor: Model, tensors: Tensors, words: VocabularyPlan | None, notes: list[str]
+    config: Mapping[str, Any], donor: MergeInput, tensors: Tensors, words: VocabularyPlan | None, notes: list[str]
 ) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
-    """The donor's config with the dtypes and the vocabulary of the output, and what else is written anew for them."""
+    """The donor's config with the dtypes and the vocabulary of the output, and other files rewritten for them."""
     stored, spec = donor.checkpoint.stored, donor.checkpoint.family.spec
     changed = with_dtypes(config, donor, tensors)
     rows = new_rows(donor, tensors)
@@ -48,7 +48,7 @@ def in_line(
     return with_tokens(changed, number, notes), renumbered_files(stored, number, notes)
 
 
-def with_dtypes(config: Mapping[str, Any], donor: Model, tensors: Tensors) -> dict[str, Any]:
+def with_dtypes(config: Mapping[str, Any], donor: MergeInput, tensors: Tensors) -> dict[str, Any]:
     """The donor's config, where each dtype that it names is what the donor's tensors of this dtype have become.
 
     A dtype that none of them has is what most elements have become, if they have changed.
@@ -78,7 +78,7 @@ def with_dtypes(config: Mapping[str, Any], donor: Model, tensors: Tensors) -> di
     return mapped_fields(config, lambda name, said: renewed(said) if name in DTYPE_FIELDS else said)
 
 
-def new_rows(donor: Model, tensors: Tensors) -> dict[int, int]:
+def new_rows(donor: MergeInput, tensors: Tensors) -> dict[int, int]:
     """The donor's numbers of tokens -> those of the output, where they differ; that of its embedding comes first."""
     resized = {
         donor.views[k.name].shape[0]: t.shape[0]

@@ -33,15 +33,15 @@ from ckpttool.targeting.recode import high_precision, scaled
 
 
 @dataclass(slots=True)
-class Model:
-    """One model: what it is called, where it comes from, and its tensors."""
+class MergeInput:
+    """One input of a merge: its label, its checkpoint and its tensors."""
 
     label: str
     checkpoint: Checkpoint
     views: dict[str, DerivedTensor]
-    """By name, in high precision: without the scales of quantised weights."""
+    """Tensors by name, in high precision: without the scales of quantised weights."""
     stored: Mapping[str, DerivedTensor] = field(default_factory=dict)
-    """By name, codes and scales as they lie in the files."""
+    """Tensors by name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
     """The quantised weights, by name."""
     ties: dict[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Models:
         self.notes: list[str] = []
         self.tied: list[Tied] = []
         """TensorTable of the sources of which one was left out because it is tied to the other."""
-        self._by_path: dict[str, Model] = {}
+        self._by_path: dict[str, MergeInput] = {}
 
     def open(self, refs: Iterable[ModelRef]) -> None:
         """Open what is not open yet, then give all models the same naming.
@@ -155,10 +155,10 @@ class Models:
         others = [other.views.keys() - other.twice for other in self]
         return {copy for model in self for copy in model.ties if any(copy in names for names in others)}
 
-    def __getitem__(self, ref: ModelRef) -> Model:
+    def __getitem__(self, ref: ModelRef) -> MergeInput:
         return self._by_path[ref.path]
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[MergeInput]:
         return iter(self._by_path.values())
 
 
@@ -233,7 +233,7 @@ def _derived(checkpoint: Checkpoint, component: str) -> tuple[int, str]:
 
 def _model(
     path: str, checkpoint: Checkpoint, table: Mapping[str, DerivedTensor], dequant: str, notes: list[str]
-) -> Model:
+) -> MergeInput:
     """Set codes and scales apart. Raises for weights that cannot be dequantised."""
     config = checkpoint.config
     codes = find_codes({n: (v.dtype, v.shape) for n, v in table.items()}, config, where=path)
@@ -259,4 +259,4 @@ def _model(
     if beside:
         shown = codes.beside[0]
         notes.append(f"{path}: {len(beside)} scales of activations or caches are left out (`{shown}`)")
-    return Model(str(parse_place(path)), checkpoint, views, table, codes.weights)
+    return MergeInput(str(parse_place(path)), checkpoint, views, table, codes.weights)

@@ -22,7 +22,7 @@ _SHOWN = 6
 Parameters = Sequence[tuple[str, Any]]
 
 
-class Group(NamedTuple):
+class TensorOrigin(NamedTuple):
     """Tensors that are made of the same sources, in the same way."""
 
     method: str
@@ -86,12 +86,12 @@ def _steps(path: str) -> tuple[str, ...]:
     return place.absolute().parts if isinstance(place, Path) else tuple(path.rstrip("/").split("/"))
 
 
-def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], method: str) -> list[Group]:
+def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], method: str) -> list[TensorOrigin]:
     """The tensors of a plan by how they come about, those with most elements first.
 
     ``operands`` are (label, tensor there) of each tensor's operands; ``method`` is the recipe's.
     """
-    found: dict[object, Group] = {}
+    found: dict[object, TensorOrigin] = {}
     for c in computed(plan):
         labels = [label for label, _ in operands[c.name]]
         copied = c.method == "passthrough" and method != "passthrough"
@@ -105,14 +105,14 @@ def came_from(plan: Plan, operands: Mapping[str, Sequence[tuple[str, str]]], met
             n = len(c.models)
             models = [(label, p) for label, p in zip(labels[:n], each or [()] * n, strict=True)]
             base = labels[n] if c.base is not None else ""
-            group = found[key] = Group("copy" if copied else c.method, models, base, whole, by_token, [], [])
+            group = found[key] = TensorOrigin("copy" if copied else c.method, models, base, whole, by_token, [], [])
         elements = prod(c.shape)
         group.names.append(c.name)
         group.sizes.append((elements, nbytes(c.dtype, elements)))
     return sorted(found.values(), key=lambda g: -g.elements)
 
 
-def parameters_of(groups: Sequence[Group], label: str) -> str:
+def parameters_of(groups: Sequence[TensorOrigin], label: str) -> str:
     """What the recipe gives a model: ``weight 0.6, density 0.5 to 0.7``; "" where that is nothing."""
     values: dict[str, list[Any]] = {}
     for group in groups:

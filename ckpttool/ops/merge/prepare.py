@@ -35,10 +35,10 @@ from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.config import TRAINING, merged_config
 from ckpttool.ops.merge.fields import in_line
 from ckpttool.ops.merge.form import OutputNaming, form_of
-from ckpttool.ops.merge.models import Model, Models
+from ckpttool.ops.merge.models import MergeInput, Models
 from ckpttool.ops.merge.provenance import ONE, PROGRAM_RECORD, RECORD, Origin, Provenance
 from ckpttool.ops.merge.renumber import restacked
-from ckpttool.ops.merge.tensors import Builder, Missing, Vocab
+from ckpttool.ops.merge.tensors import MergeBuilder, Missing, Vocab
 from ckpttool.ops.merge.words import VocabularyPlan
 from ckpttool.planning.planner import Computed
 from ckpttool.recipe.model import ModelRef, Recipe
@@ -98,7 +98,7 @@ class PreparedMerge:
     copied: int
     roots: tuple[str, ...]
     parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
-    """Of directories of several models, the merge of each part."""
+    """The merge of each part, for directories of several models."""
     refs: Sequence[ModelRef] = ()
     """The sources, as the recipe names them."""
     parents: Parents | None = None
@@ -127,7 +127,7 @@ class MergeResult:
     distances: Distances | None = None
     """How far DST is from the sources, if that was measured."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """Of the sources, by label, where they were read."""
+    """Hashes of the sources, by label, where they were read."""
 
 
 def prepare(
@@ -150,7 +150,7 @@ def prepare(
     words = VocabularyPlan.of(recipe, models, donor_ref)
     form = form_of(donor.checkpoint, [m.checkpoint for m in models], target.format)
     resolved = resolve(recipe, {r: adaptations.names(r) for r in refs}, layer=LAYER)
-    builder = Builder(
+    builder = MergeBuilder(
         models,
         adaptations,
         method=recipe.method,
@@ -517,7 +517,7 @@ def _check_factors(models: Models, refs: Sequence[ModelRef]) -> None:
 
 
 def _provenance(
-    recipe: Recipe, choices: MergeOptions, models: Models, adaptations: Adaptations, builder: Builder
+    recipe: Recipe, choices: MergeOptions, models: Models, adaptations: Adaptations, builder: MergeBuilder
 ) -> Provenance:
     """What the record of the merge says, but for what it was written as."""
     random = METHODS[recipe.method].random
@@ -527,13 +527,13 @@ def _provenance(
     return Provenance(recipe.record(), recipe.text, seed, rng, origins, builder.names, recipe.component)
 
 
-def _origin(ref: ModelRef, model: Model, adaptations: Adaptations) -> Origin:
+def _origin(ref: ModelRef, model: MergeInput, adaptations: Adaptations) -> Origin:
     checkpoint = model.checkpoint
     held, adapters = _files(checkpoint), adaptations.hashes(ref)
     return Origin(str(ref), model.label, checkpoint.format, held, len(model.views), adapters, model.derived)
 
 
-def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Randomness | None:
+def _randomness(choices: MergeOptions, builder: MergeBuilder, recipe: Recipe) -> Randomness | None:
     """Where the draws come from. All tensors of the merge count, also those that are not written.
 
     mergekit takes them in the order of the names of what they are made from, the last of each (``graph.py`` and
@@ -560,7 +560,9 @@ def _randomness(choices: MergeOptions, builder: Builder, recipe: Recipe) -> Rand
     return Randomness(choices.rng, choices.seed, tuple(order))
 
 
-def _with_predictions(config: dict[str, Any], donor: Model, builder: Builder) -> tuple[dict[str, Any], list[str]]:
+def _with_predictions(
+    config: dict[str, Any], donor: MergeInput, builder: MergeBuilder
+) -> tuple[dict[str, Any], list[str]]:
     """The config with as many prediction layers as slices and ``--missing`` leave of the donor's, and notes."""
     was = donor.checkpoint
     return settled(config, donor.views, (k.name for k in builder.tensors), was.family.prediction_field, was=was.config)
@@ -568,9 +570,9 @@ def _with_predictions(config: dict[str, Any], donor: Model, builder: Builder) ->
 
 def _as_checkpoint(
     recipe: Recipe,
-    donor: Model,
+    donor: MergeInput,
     models: Models,
-    builder: Builder,
+    builder: MergeBuilder,
     config: dict[str, Any],
     options: OpenOptions,
     words: VocabularyPlan | None,
@@ -623,9 +625,9 @@ def _with_owners(selection: Selection, catalog: Catalog, models: Models) -> Sele
 
 def _parents(models: Models, refs: Sequence[ModelRef], donor: ModelRef) -> Parents:
     """What the models say of themselves, for the card of the merge."""
-    from ckpttool.ops.merge.card import Card, Parents, hub_names
+    from ckpttool.ops.merge.card import ModelCard, Parents, hub_names
 
-    cards = {str(r): Card.at(models[r].checkpoint.stored.root) for r in refs}
+    cards = {str(r): ModelCard.at(models[r].checkpoint.stored.root) for r in refs}
     return Parents(cards, str(donor), hub_names(path for r in refs for path in (r.path, *r.adapters)))
 
 

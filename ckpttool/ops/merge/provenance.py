@@ -20,7 +20,7 @@ ONE = "one checkpoint"
 """What a merge of a single source is called."""
 SCHEMA = "ckpttool.provenance/1"
 PACKAGES = ("numpy", "ml_dtypes")
-"""Whose arithmetic the values depend on."""
+"""Packages on whose arithmetic the values depend."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Provenance:
     component: str = "model"
     """What was merged."""
     format: str = ""
-    """Of the output."""
+    """Format of the output."""
 
     def record(self, plan: Plan, digests: Mapping[str, str]) -> bytes:
         """The record as JSON. ``digests`` are the operands' hashes by the keys of ``operand_keys``."""
@@ -91,7 +91,7 @@ class Provenance:
         return (json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(errors="backslashreplace")
 
     def hashes(self, plan: Plan, digests: Mapping[str, str]) -> dict[str, tuple[int, str]]:
-        """By the label of each source, how many of its tensors are hashed, and their hash.
+        """The number of hashed tensors and their hash, by the label of each source.
 
         It is that of the sorted lines ``<tensor> <hash>``, where a tensor's hash is the one that ``inspect --hash``
         shows: it does not depend on how the source is stored.

@@ -45,11 +45,11 @@ _STACK_COUNTS = {
 """Fields that count the layers of a stack whose name has this word, likewise."""
 
 
-class Layer(NamedTuple):
+class OutputLayer(NamedTuple):
     """Where a layer of the output comes from."""
 
     config: Mapping[str, Any]
-    """Of its model."""
+    """Config of its model."""
     number: int
 
 
@@ -73,10 +73,11 @@ def restacked(recipe: Recipe, resolved: Resolved, models: Models, donor: ModelRe
         _check_kinds(known, models, donor, prefix, [*depths], origins)
         sources = [next((o for o in origin if o[0] == donor), origin[0]) for origin in origins]
         layers = [
-            Layer(donor_config if ref == donor else models[ref].checkpoint.config, number) for ref, number in sources
+            OutputLayer(donor_config if ref == donor else models[ref].checkpoint.config, number)
+            for ref, number in sources
         ]
-        if layers != [Layer(donor_config, i) for i in range(depths.get(prefix, 0))]:
-            layers = [Layer(config, x.number) if x.config is donor_config else x for x in layers]
+        if layers != [OutputLayer(donor_config, i) for i in range(depths.get(prefix, 0))]:
+            layers = [OutputLayer(config, x.number) if x.config is donor_config else x for x in layers]
             config = renumbered(known, config, prefix, layers, {p: n for p, n in depths.items() if p != prefix})
     return config
 
@@ -139,7 +140,7 @@ def renumbered(
     family: Family,
     config: Mapping[str, Any],
     prefix: str,
-    layers: Sequence[Layer],
+    layers: Sequence[OutputLayer],
     others: Mapping[str, int] | None = None,
 ) -> Config:
     """The config for an output that has these layers in a stack, whose names begin with ``prefix``.
@@ -172,9 +173,9 @@ def renumbered(
         raise _uncounted(prefix)
     if not part:
         return _Follow(family, config, "", layers, counts, tower=tower).run()
-    inner = [Layer(x.config.get(part) or {}, x.number) for x in layers]
+    inner = [OutputLayer(x.config.get(part) or {}, x.number) for x in layers]
     own = next((x.config for x in inner if x.config == config[part]), config[part])
-    inner = [Layer(own, x.number) if x.config == own else x for x in inner]
+    inner = [OutputLayer(own, x.number) if x.config == own else x for x in inner]
     return {**config, part: _Follow(pick_family("", "", own), own, "", inner, counts, tower=tower).run()}
 
 
@@ -193,7 +194,7 @@ class _Follow:
         family: Family,
         config: Mapping[str, Any],
         stack: str,
-        layers: Sequence[Layer],
+        layers: Sequence[OutputLayer],
         counts: Sequence[str] = LAYERS,
         *,
         tower: bool = False,
@@ -311,7 +312,7 @@ class _Follow:
             if taken is not None:
                 _put(place, path, taken)
 
-    def _source(self, layer: Layer, path: str, place: int, default: Any) -> Any:
+    def _source(self, layer: OutputLayer, path: str, place: int, default: Any) -> Any:
         """The same field of the model that a layer comes from."""
         if layer.config is self.config:
             return default
@@ -339,7 +340,7 @@ class _Follow:
         return [i + first for i, held in enumerate(by_source) if held] + beyond
 
     def _each(self, path: str, place: int, value: Any) -> Any:
-        """The entries of the layers; None for what is no entry for each."""
+        """The entries of the layers; None for what does not hold an entry for each."""
         if isinstance(value, dict) and value and all(str(k).isdecimal() for k in value):
             width = (
                 max(len(str(k)) for k in value) if any(str(k).startswith("0") and len(str(k)) > 1 for k in value) else 0
@@ -394,7 +395,7 @@ class _Follow:
         having = (p for names in (rule, counted) for p in places if any(f in p for f in names))
         return next(having, places[0])
 
-    def _from(self, layer: Layer) -> Described:
+    def _from(self, layer: OutputLayer) -> Described:
         return self.before if layer.config is self.config else self.sources[id(layer.config)]
 
     def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:

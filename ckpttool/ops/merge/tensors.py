@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
 from ckpttool.core.dtypes import CASTABLE, lookup
 from ckpttool.core.patterns import compile_pattern
-from ckpttool.core.plan import Compute, Gathered, Operand, Run, shape_of
+from ckpttool.core.plan import Compute, Gathered, Operand, RowRun, shape_of
 from ckpttool.errors import ConflictError
 from ckpttool.execute.compare import compare_one, read_view
 from ckpttool.kernels.merge import METHODS
@@ -29,7 +29,7 @@ Vocab = Literal["", "min", "max", "base"]
 _SHOWN = 5
 
 
-class Builder:
+class MergeBuilder:
     """Makes the catalog of the output; its tensors are stored in files that the plan computes."""
 
     def __init__(
@@ -196,15 +196,15 @@ class Builder:
             if counts[i] == rows:
                 out.append(operand)
                 continue
-            runs = [Run(0, min(rows, counts[i]), 0, 0)]
+            runs = [RowRun(0, min(rows, counts[i]), 0, 0)]
             if rows > counts[i]:
-                runs.append(Run(counts[i], rows, 1, counts[i]))
+                runs.append(RowRun(counts[i], rows, 1, counts[i]))
             out.append(Gathered((operand, found[full]), (rows, *shapes[i][1:]), tuple(runs)))
         self.notes.append(f"`{m.name}` has {rows:,} rows (--vocab {self.vocab}); the models have {sorted(set(counts))}")
         return out
 
     def _equal(self, name: str, everything: Sequence[tuple[ModelRef, str]], dtypes: Sequence[str]) -> None:
-        """Numbers that are no floats are not merged: all models must hold the same."""
+        """Integers and bools are not merged: all models must hold the same."""
         if any(rx.search(name) for rx in self.removed):
             return
         catalog = Catalog(self.models.files, {})

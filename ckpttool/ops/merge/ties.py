@@ -75,7 +75,7 @@ def _as_stored(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str
 
 
 def under_one_name(ties: Mapping[str, str], family: Family) -> dict[str, str]:
-    """Without the names in memory of copies that are there under those of files."""
+    """Drop the names in memory of copies that are there under those of files."""
     other = set()
     for naming in family.spec.hf_namings:
         renames = [op for op in family.statements(naming) if isinstance(op, Rename)]

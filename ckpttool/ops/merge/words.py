@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpttool.core.plan import Operand, shape_of
 from ckpttool.errors import IncompleteError
-from ckpttool.ops.merge.models import Model, Models
+from ckpttool.ops.merge.models import MergeInput, Models
 from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe
 from ckpttool.recipe.model import TokenRule as Asked
 from ckpttool.storage.place import parse_place
@@ -75,7 +75,7 @@ class VocabularyPlan:
         return cls(tokenizer_files(merged, template), merged, refs)
 
 
-def _input(model: Model) -> Input:
+def _input(model: MergeInput) -> Input:
     name = next((n for n in model.views if has_vocabulary(n)), None)
     if name is None:
         raise IncompleteError(
@@ -86,7 +86,7 @@ def _input(model: Model) -> Input:
     return Input(model.label, _vocabulary(model), model.views[name].shape[0])
 
 
-def _vocabulary(model: Model) -> Vocabulary:
+def _vocabulary(model: MergeInput) -> Vocabulary:
     return read_vocabulary(model.checkpoint.stored.root)
 
 
