@@ -34,7 +34,7 @@ def read_values(package: Any) -> set[Any]:
     modules = [m for name, m in sys.modules.items() if name.startswith(package.__name__)]
     classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
     members = [member for c in classes for member in vars(c).values()]
-    getters = [getattr(m, "fget", None) or getattr(m, "func", None) for m in members]
+    getters: list[Any] = [getattr(m, "fget", None) or getattr(m, "func", None) for m in members]
     return {g.__code__ for g in getters if hasattr(g, "__code__")}
 
 

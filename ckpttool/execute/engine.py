@@ -77,7 +77,7 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
             gc.unfreeze()
 
 
-class _Meter:
+class _ByteCounter:
     """Bytes that several threads are done with."""
 
     def __init__(self, stop: threading.Event) -> None:
@@ -402,7 +402,11 @@ class Run:
 
     def _read_back(self, phase: str, read: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
-        meter, total, phased = _Meter(self.stop), self.plan.bytes_written, isinstance(self.progress, PhasedProgress)
+        meter, total, phased = (
+            _ByteCounter(self.stop),
+            self.plan.bytes_written,
+            isinstance(self.progress, PhasedProgress),
+        )
         if isinstance(self.progress, PhasedProgress):
             self.progress.phase(phase, total, 0)
             self.shown = 0

@@ -11,7 +11,7 @@ from math import prod
 from ckpttool.core.dtypes import itemsize, lookup, nbytes
 from ckpttool.core.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
 from ckpttool.execute.compute import part_elements
-from ckpttool.execute.moves import Batch, Item, Move, RowBlock
+from ckpttool.execute.moves import Batch, Item, RowBlock, StridedCopy
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.strided import clip
 
@@ -66,7 +66,7 @@ def _item_extents(item: Item) -> Iterator[Extent]:
         yield _move_reach(item.move)
 
 
-def _move_reach(move: Move) -> Extent:
+def _move_reach(move: StridedCopy) -> Extent:
     return _reach(Block(move.dst, move.to, move.dst_strides), move.shape, move.dst_dtype)
 
 

@@ -33,7 +33,7 @@ _BATCH_UNITS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PairCheck:
     """A Same or Padding step, or a slice of one that begins at element ``first``."""
 
     step: AssertEqual | AssertPadding
@@ -52,7 +52,7 @@ class Part:
     unit: int = -1
     """A whole unit, which is arranged together with its neighbours in the task; -1 otherwise."""
     items: Sequence[Item] = ()
-    checks: Sequence[Check] = ()
+    checks: Sequence[PairCheck] = ()
     carried: int = -1
     """Output that is a companion file, copied whole; -1 otherwise."""
     compute: tuple[int, int] = (-1, 0)
@@ -111,7 +111,7 @@ class Schedule(Sequence[Task]):
         self._made: dict[int, list[Task]] = {}
         """Of large units, those that had to be cut up here."""
         self._last: tuple[int, list[Task]] = (-1, [])
-        self._groups: list[_Group] = []
+        self._groups: list[_TaskGroup] = []
         self._starts = array("q")
         """The first task of each group."""
         self._length = 0
@@ -120,10 +120,10 @@ class Schedule(Sequence[Task]):
     def _group(self, large: Mapping[int, tuple[int, int]] | None) -> None:
         """Number all tasks and parts."""
         number = held = 0
-        batch: _Group | None = None
+        batch: _TaskGroup | None = None
         for i, output in enumerate(self._plan.outputs):
             if output.carried:
-                self._add(_Group(number, carried=i), 1)
+                self._add(_TaskGroup(number, carried=i), 1)
                 number += 1
         for u, (written, checked, _, computes) in enumerate(self._measures):
             if computes or written > self._limit or checked > self._limit:
@@ -132,19 +132,19 @@ class Schedule(Sequence[Task]):
                     tasks, parts = len(made), sum([len(t.parts) for t in made])
                 else:
                     tasks, parts = large[u]
-                self._add(_Group(number, large=u), tasks)
+                self._add(_TaskGroup(number, large=u), tasks)
                 number += parts
                 batch = batch if computes else None
                 continue
             if batch is None or held + written + checked > _BATCH or len(batch.units) >= 2 * _BATCH_UNITS:
-                batch = _Group(number, units=array("q"))
+                batch = _TaskGroup(number, units=array("q"))
                 self._add(batch, 1)
                 held = 0
             held += written + checked
             batch.units.extend((u, number))
             number += 1
 
-    def _add(self, group: _Group, tasks: int) -> None:
+    def _add(self, group: _TaskGroup, tasks: int) -> None:
         self._starts.append(self._length)
         self._groups.append(group)
         self._length += tasks
@@ -215,7 +215,7 @@ def large_units(tasks: Iterable[Task]) -> dict[int, tuple[int, int]]:
     return found
 
 
-class _Group(NamedTuple):
+class _TaskGroup(NamedTuple):
     """Tasks that are made together: a carried file, small units in one task, or a large unit."""
 
     first: int
@@ -297,16 +297,16 @@ def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPa
     return moves, [step for step in unit.steps if isinstance(step, AssertEqual | AssertPadding)]
 
 
-def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[Check]:
+def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[PairCheck]:
     """A large comparison in slices along its first axis. Padding is judged whole: rows must agree in what they are."""
     bits = lookup(step.dtype).bits
     size = prod(step.shape) * bits // 8
     if isinstance(step, AssertPadding) or size <= limit or bits % 8 or not step.shape:
-        yield Check(step)
+        yield PairCheck(step)
         return
     row = prod(step.shape[1:])
     rows = max(1, limit * 8 // bits // row)
     for a in range(0, step.shape[0], rows):
         shape = (min(rows, step.shape[0] - a), *step.shape[1:])
         x, y = (block._replace(offset=block.offset + a * block.strides[0]) for block in (step.a, step.b))
-        yield Check(step._replace(a=x, b=y, shape=shape), a * row)
+        yield PairCheck(step._replace(a=x, b=y, shape=shape), a * row)

@@ -39,7 +39,7 @@ def cut(plan: Plan, tasks: Sequence[Task], count: int) -> list[list[int]]:
     A share is a run of tasks in the order of what they write, which keeps together what writes into the same stretches.
     Some are empty where tasks are few, or one of them is most of the work.
     """
-    return Survey(plan, tasks).cut(count)
+    return TaskSurvey(plan, tasks).cut(count)
 
 
 def shared_pages(plan: Plan, tasks: Sequence[Task], shares: Sequence[Sequence[int]]) -> list[dict[int, list[int]]]:
@@ -48,10 +48,10 @@ def shared_pages(plan: Plan, tasks: Sequence[Task], shares: Sequence[Sequence[in
 
     Tasks that are in no share have been done before, and count for nothing.
     """
-    return Survey(plan, tasks).shared_pages(shares)
+    return TaskSurvey(plan, tasks).shared_pages(shares)
 
 
-class Survey:
+class TaskSurvey:
     """What each task weighs and where it writes: for several questions about the same tasks."""
 
     def __init__(self, plan: Plan, tasks: Sequence[Task]) -> None:

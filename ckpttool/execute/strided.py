@@ -200,7 +200,7 @@ def unseen(_elements: int, _of: int) -> None:
     """Nobody wants to know."""
 
 
-class Behind:
+class WriteBehind:
     """Writes one stretch of a result while the next one is worked out; a direct write would only be waited for."""
 
     def __init__(self, emit: Emit) -> None:

@@ -60,7 +60,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and threads == 1
 
 
-class _Parent(Protocol):
+class _WorkerParent(Protocol):
     """Whoever has forked the workers."""
 
     def status(self, number: int) -> int:
@@ -73,10 +73,10 @@ class _Parent(Protocol):
         """After the threads that ask for a ``status`` have ended."""
 
 
-class Worker:
+class WorkerProcess:
     """The side of one worker that gives it orders."""
 
-    def __init__(self, number: int, parent: _Parent, orders: int, answers: int) -> None:
+    def __init__(self, number: int, parent: _WorkerParent, orders: int, answers: int) -> None:
         self._number = number
         self._parent = parent
         self._orders = orders
@@ -126,7 +126,7 @@ class Worker:
 class ProcessPool:
     """Workers, and the process that they are children of."""
 
-    def __init__(self, workers: list[Worker], parent: _Parent) -> None:
+    def __init__(self, workers: list[WorkerProcess], parent: _WorkerParent) -> None:
         self.workers = workers
         self._parent = parent
 
@@ -155,25 +155,25 @@ def spawn(
     pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
     ends = [(order_read, answer_write) for order_read, _, _, answer_write in pipes]
     ours = [fd for _, order_write, answer_read, _ in pipes for fd in (order_write, answer_read)]
-    parent: _Parent | None = None
+    parent: _WorkerParent | None = None
     try:
         if can_fork():
-            parent = _Forked(ends, ours, serve)
+            parent = _ForkedWorkers(ends, ours, serve)
         elif job is not None:
-            parent = _Helper.start(ends, job, entry, keep)
+            parent = _HelperProcess.start(ends, job, entry, keep)
         elif sys.platform == "linux" and threading.active_count() == 1:
             with warnings.catch_warnings():  # threads of numpy's library, which knows how to be forked
                 warnings.simplefilter("ignore", DeprecationWarning)
-                parent = _Forked(ends, ours, serve)
+                parent = _ForkedWorkers(ends, ours, serve)
     finally:
         for fd in [fd for pair in ends for fd in pair] + ([] if parent else ours):
             os.close(fd)
     if parent is None:
         return None
-    return ProcessPool([Worker(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
+    return ProcessPool([WorkerProcess(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
 
 
-class _Forked:
+class _ForkedWorkers:
     """Workers that are children of this process."""
 
     def __init__(self, ends: Sequence[tuple[int, int]], others: Sequence[int], serve: Callable[[], Serve]) -> None:
@@ -209,7 +209,7 @@ class _Forked:
         """Nothing is open but the pipes of the workers."""
 
 
-class _Helper:
+class _HelperProcess:
     """Workers that are children of a fresh interpreter, which says how they ended."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -220,7 +220,7 @@ class _Helper:
     @classmethod
     def start(
         cls, ends: Sequence[tuple[int, int]], job: dict[str, Any], entry: str, keep: Sequence[int]
-    ) -> _Helper | None:
+    ) -> _HelperProcess | None:
         """Start the interpreter; None when it cannot be started, is no interpreter, or imports another ckpttool."""
         if sys.platform != "linux" or not sys.executable or getattr(sys, "frozen", False):
             return None
@@ -293,7 +293,7 @@ def help_out(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoRetur
     _die_with(said["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ends = [(orders, answers) for orders, answers in said["ends"]]
-    forked = _Forked(ends, (), server(said["job"]))
+    forked = _ForkedWorkers(ends, (), server(said["job"]))
     for fd in [fd for pair in ends for fd in pair]:
         os.close(fd)
 

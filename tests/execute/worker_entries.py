@@ -34,7 +34,7 @@ def noting() -> None:
     """The helper of a run: its workers leave a file with their number when they get an order."""
 
     def server(said: dict[str, Any]) -> Callable[[], Serve]:
-        make = compute_worker.server(compute_worker.Job.from_json(said))
+        make = compute_worker.server(compute_worker.ComputeJob.from_json(said))
 
         def noted() -> Serve:
             work = make()

@@ -40,7 +40,7 @@ from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order
-    from ckpttool.execute.shares import Survey
+    from ckpttool.execute.shares import TaskSurvey
 
 JOURNAL = ".journal"
 RUN = ".run"
@@ -175,7 +175,7 @@ class LocalDestination:
             raise write_error(e, str(path), 0, len(token)) from e
         return {"scheme": "", "partial": str(self.partial), "run": token}
 
-    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+    def orders(self, survey: TaskSurvey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
         orders: list[Order] = []
         for share, pages in zip(shares, survey.shared_pages(shares), strict=True):
             parts = [p.number for t in share for p in survey.tasks[t].parts]
@@ -306,7 +306,7 @@ class LocalDestination:
                 raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
             there = claims.Claims(claims.Folder(self._directory, str(self.partial)), "")
             for found in there.all():  # its lock may not reach this machine
-                watch = claims.Watch(there, found.name)
+                watch = claims.ClaimWatch(there, found.name)
                 while not watch.look():
                     if watch.beats:
                         what = f"a part of another run is writing this destination: {watch.holder}"

@@ -21,7 +21,7 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.machines.node import NodeJob
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.storage.travel import check_sent
 
@@ -83,7 +83,7 @@ class Fleetwork:
         paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
         outlet = Outlet(paths, self.destination.spools)
         self._link(tasks, finished, outlet, pool, watcher)
-        survey = Survey(self.plan, tasks)
+        survey = TaskSurvey(self.plan, tasks)
         self.fleet.start(self._job(tasks))
         total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
         count = max(1, min(_FINEST * _SHARES * nodes, max(nodes, total // self.destination.least_share)))

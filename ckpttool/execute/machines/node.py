@@ -58,7 +58,7 @@ class NodeJob:
     """In which relative paths are meant."""
     access: Mapping[str, str] = field(default_factory=settings)
 
-    def open(self) -> Node:
+    def open(self) -> NodeWorker:
         """Raises UsageError, ConflictError or AccessError where this machine is unfit for the run."""
         if self.version != __version__:
             raise UsageError(
@@ -66,10 +66,10 @@ class NodeJob:
                 hint="install the same version on all nodes, or none: then the run brings its own",
             )
         use_settings(self.access)
-        return Node(self)
+        return NodeWorker(self)
 
 
-class Node:
+class NodeWorker:
     """Does shares, one after the other."""
 
     def __init__(self, job: NodeJob) -> None:
