@@ -56,7 +56,7 @@ def part_elements(compute: Compute) -> int:
 
 
 def parts_of(compute: Compute) -> int:
-    """How many parts a computed tensor has."""
+    """Number of parts of a computed tensor."""
     return max(1, -(-prod(compute.shape) // part_elements(compute)))
 
 

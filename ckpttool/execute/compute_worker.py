@@ -45,11 +45,11 @@ _TELL_EVERY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ComputeJob:
-    """What all orders have in common."""
+    """Data that all orders of a run share."""
 
     sources: Sequence[Contents]
     paths: Sequence[str]
-    """Of the outputs, which are there at their full size."""
+    """Paths of the outputs, which exist at their full size."""
     randomness: Randomness | None
     memory: int
     """Bytes of buffers for each worker."""
@@ -65,13 +65,13 @@ class ComputeJob:
     """See ``Medium``."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a process that is to read it with ``from_json``."""
+        """JSON data for a process that reads it with ``from_json``."""
         said = {"sources": encode(tuple(self.sources)), "randomness": encode(self.randomness)}
         return asdict(self) | said | {"queries": QUERIES}
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> ComputeJob:
-        """What ``to_json`` has made."""
+        """The job that ``to_json`` has encoded."""
         QUERIES.update(said.pop("queries"))
         fence = said["fence"] and Fence(*said["fence"])
         known = {"sources": decode(said["sources"]), "randomness": decode(said["randomness"]), "fence": fence}
@@ -181,7 +181,7 @@ class ComputeWorker:
 
 
 class _OrderMeter:
-    """How far an order is, in bytes of its result: those of a step count by the elements that its passes have seen."""
+    """Progress of an order, in bytes of its result: those of a step count by the elements that its passes have seen."""
 
     def __init__(self, tell: Callable[[Answer], None]) -> None:
         self.at = 0
@@ -194,7 +194,7 @@ class _OrderMeter:
         self._tell({"at": self.at})
 
     def begin(self, nbytes: int) -> None:
-        """From now on a step is worked out that writes so many bytes."""
+        """Start a step that writes ``nbytes``."""
         self._step = nbytes
 
     def seen(self, elements: int, of: int) -> None:
@@ -208,5 +208,5 @@ class _OrderMeter:
 
 
 def main() -> None:
-    """In a fresh interpreter that forks the workers: see ``worker_pool``."""
+    """Entry point of a fresh interpreter that forks the workers; see ``worker_pool``."""
     help_out(lambda said: server(ComputeJob.from_json(said)))

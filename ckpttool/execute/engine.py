@@ -94,7 +94,7 @@ class _ByteCounter:
 
 
 class TaskExecutor(Protocol):
-    """Who carries out the tasks of a run: this machine (``Workforce``), or others."""
+    """Carries out the tasks of a run: on this machine (``Workforce``) or on others (``Fleetwork``)."""
 
     notes: list[str]
     shared: list[str]
@@ -179,7 +179,7 @@ class Run:
         return self._result(began, executor, pool)
 
     def _medium(self, medium: Medium) -> Medium:
-        """What all bytes go through."""
+        """The medium that all bytes go through."""
         return medium
 
     def _work(
@@ -526,12 +526,12 @@ class _Signals:
         self._held = self._waits = self._came = False
 
     def hold(self) -> None:
-        """From now on the run is as good as finished: let it."""
+        """Ignore signals until the run has ended."""
         self._held = True
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """What comes meanwhile ends the run afterwards."""
+        """Postpone signals: they end the run afterwards."""
         self._waits = True
         try:
             yield

@@ -34,7 +34,7 @@ def part_extents(plan: Plan, part: Part, unit: Unit | None) -> Iterator[Extent]:
 
 
 def step_extents(step: Step) -> Iterator[Extent]:
-    """Where a step writes, all of it."""
+    """The extents that a step writes."""
     if isinstance(step, Copy):
         yield _reach(step.dst, step.shape, step.dst_dtype)
     elif isinstance(step, Fill):
@@ -71,7 +71,7 @@ def _move_reach(move: StridedCopy) -> Extent:
 
 
 def _reach(block: Block, shape: Sequence[int], dtype: str) -> Extent:
-    """From the first byte of a block to its last."""
+    """The extent of a block."""
     file, start, strides = block
     if 0 in shape:
         return file, start, start

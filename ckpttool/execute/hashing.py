@@ -67,7 +67,7 @@ class _Crc32:
 
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, the lowest power of x in the highest bit."""
+"""The polynomial of CRC-32, the lowest power of x in the highest bit."""
 
 
 def _times(a: int, b: int) -> int:

@@ -48,7 +48,7 @@ class MeasuredTensor(NamedTuple):
 
 
 def items_of(plan: Plan) -> list[MeasuredTensor]:
-    """What there is to measure. Left out are tensors that are no floats, and those that are not written whole."""
+    """The tensors to measure. Left out are tensors that are no floats, and those that are not written whole."""
     found = []
     for unit in plan.units:
         for step in unit.steps:
@@ -102,7 +102,7 @@ class Measurer:
 
     @property
     def files(self) -> Iterable[DataFile]:
-        """What must be the same on all machines."""
+        """Files that must be the same on all machines."""
         return (*self._sources, *self._looked_for)
 
     def reads(self, _item: MeasuredTensor) -> Reads:
@@ -146,7 +146,7 @@ class Measurement:
         self._memory = memory
         self._connections = connections
         self.found: dict[str, Measured] = {}
-        """By the name of the tensor, once it is done."""
+        """Results by tensor name."""
 
     def __call__(self, written: Place, advance: Advance) -> None:
         """Measure all of it. ``advance`` is told the bytes of ``written`` that are done."""

@@ -94,7 +94,7 @@ class LaneMember(NamedTuple):
     move: int
     offset: int
     strides: tuple[int, ...]
-    """Of the move's axes after the first."""
+    """Strides in bytes of the move's axes after the first."""
 
 
 class FileRows(NamedTuple):
@@ -221,7 +221,7 @@ def _as_linear(move: StridedCopy) -> ByteRun | StridedCopy:
 
 
 def arrange(steps: Sequence[Copy | Fill]) -> list[Item]:
-    """What moves the bytes of these steps, in the order of the destinations."""
+    """The items that move the bytes of these steps, in the order of the destinations."""
     found = [normal(s) for s in steps]
     return _arrange([m for m in found if m is not None])
 
@@ -297,7 +297,7 @@ def _joined(items: Sequence[Item]) -> Iterator[Item]:
 
 
 class _FileSpan(NamedTuple):
-    """Where one side of a move lies in its file."""
+    """The stretch of one side of a move in its file."""
 
     file: int
     start: int

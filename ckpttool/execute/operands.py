@@ -50,7 +50,7 @@ class OperandReader(Protocol):
         """Put elements ``[lo, hi)`` into the float32 ``out``; ``last`` says that nobody will ask for them again."""
 
     def pass_over(self, lo: int, hi: int) -> None:
-        """Take elements into the hash that nobody asks for."""
+        """Hash elements that are not read."""
 
     def digest(self, size: int) -> str | None:
         """The hash of all ``size`` elements as they are stored, if they have passed in order."""
@@ -96,11 +96,11 @@ class _OperandStrips:
 
     @classmethod
     def of(cls, carrier: Mover) -> _OperandStrips:
-        """Those of this worker."""
+        """The strips of this worker."""
         return cls._all.setdefault(carrier, cls(max(carrier.arena.size, _STRIPS)))
 
     def strip(self) -> _OperandStrip:
-        """One more. Those of the tensor before are gone by now."""
+        """Add a strip. The strips of the previous tensor are gone by now."""
         strip = _OperandStrip(self)
         self._open.add(strip)
         return strip
@@ -261,7 +261,7 @@ class ScaledReader:
         self._weight.pass_over(lo // self._each, -(-hi // self._each))
 
     def digest(self, size: int) -> str | None:
-        """Of the codes, without the scales."""
+        """The hash of the codes, without the scales."""
         return self._weight.digest(size // self._each)
 
     def _grid_rows(self, r0: int, r1: int) -> Iterator[tuple[int, int, int]]:
@@ -370,7 +370,7 @@ class AdaptedReader:
         self._weight.pass_over(lo, hi)
 
     def digest(self, size: int) -> str | None:
-        """Of the weight, without the adapters."""
+        """The hash of the weight, without the adapters."""
         return self._weight.digest(size)
 
 
@@ -467,7 +467,7 @@ class GatheredReader:
 
 
 def reader(operand: Operand, carrier: Mover, buffer: Callable[[], OperandBuffer]) -> OperandReader:
-    """What reads an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
+    """The reader of an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
     if isinstance(operand, Stored):
         return StoredReader(operand, carrier, buffer())
     if isinstance(operand, Scaled):

@@ -43,7 +43,7 @@ class BandGrid(NamedTuple):
 
     matrices: int
     rows: int
-    """Of a matrix."""
+    """Rows of a matrix."""
     columns: int
     tall: int
     """Rows of a band."""
@@ -52,12 +52,12 @@ class BandGrid(NamedTuple):
 
     @property
     def bands(self) -> int:
-        """Of a matrix."""
+        """Bands of a matrix."""
         return -(-self.rows // self.tall)
 
     @property
     def grains(self) -> int:
-        """Of all matrices."""
+        """Grains of all matrices."""
         return self.matrices * -(-self.rows // self.grain)
 
     @property
@@ -77,7 +77,7 @@ class BandGrid(NamedTuple):
 
 
 def grid_of(step: Quantize) -> BandGrid:
-    """How the weight of a step lies in bands."""
+    """The band grid of a step's weight."""
     *lead, rows, columns = step.shape if len(step.shape) > 1 else (1, *(step.shape or (1,)))
     matrices = prod(lead)
     whole = step.rounding.block[0] == 0
@@ -92,7 +92,7 @@ def _size(step: Quantize, role: str) -> int:
 
 
 def parts_of(step: Quantize) -> int:
-    """How many parts a quantised tensor has."""
+    """Number of parts of a quantised tensor."""
     grid = grid_of(step)
     return max(1, -(-grid.grains // grid.each))
 
@@ -140,7 +140,7 @@ def kind_of(operand: Operand) -> str:
 
 @dataclass(slots=True)
 class Quantizer:
-    """Quantises tensors through one ``Mover``."""
+    """Quantises tensors, reading and writing through one ``Mover``."""
 
     carrier: Mover
     memory: int
@@ -188,7 +188,7 @@ class Quantizer:
 
 
 class _TensorQuantizer:
-    """One tensor."""
+    """Quantises one tensor."""
 
     def __init__(self, owner: Quantizer, step: Quantize, writing: WriteBehind, seen: Seen) -> None:
         self.owner = owner

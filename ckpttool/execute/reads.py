@@ -79,7 +79,7 @@ def _move_reads(move: StridedCopy) -> Iterator[Range]:
 
 
 def check_reads(step: Checking) -> Iterator[Range]:
-    """What a comparison reads."""
+    """The byte ranges that a comparison reads."""
     if 0 in step.shape:
         return
     if isinstance(step, AssertEqual):

@@ -109,7 +109,7 @@ class Schedule(Sequence[Task]):
         self._units = plan.packed()
         self._measures = list(self._units.measure())
         self._made: dict[int, list[Task]] = {}
-        """Of large units, those that had to be cut up here."""
+        """Parts of the large units that were cut up here, by unit."""
         self._last: tuple[int, list[Task]] = (-1, [])
         self._groups: list[_TaskGroup] = []
         self._starts = array("q")
@@ -165,7 +165,7 @@ class Schedule(Sequence[Task]):
         return tasks + [Task([p], slice_of=u) for p in judged]
 
     def _tasks(self, at: int) -> list[Task]:
-        """Of a group."""
+        """The tasks of a group."""
         group = self._groups[at]
         if (i := group.carried) >= 0:
             return [Task([Part(group.first, self._plan.outputs[i].size, (i,), carried=i)])]
@@ -180,7 +180,7 @@ class Schedule(Sequence[Task]):
         return [task]
 
     def computing(self) -> list[Task]:
-        """Those of units with computed tensors."""
+        """The tasks of units with computed tensors."""
         computes = [at for at, g in enumerate(self._groups) if g.large >= 0 and self._measures[g.large].computes]
         return [task for at in computes for task in self._tasks(at)]
 
@@ -243,23 +243,23 @@ def computing_task(unit: Unit, number: int, first: int, limit: int, hashes: Sequ
 
 
 def sum_key(unit: int, target: int, algorithm: str) -> str:
-    """Of the hash of a stored tensor, in the journal."""
+    """Key of a stored tensor's hash in the journal."""
     return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
 
 
 def _targets(stored: Sequence[Target], unit: int, hashes: Sequence[str]) -> list[tuple[str, Target]]:
-    """What a unit, or a task of one, completes."""
+    """The stored tensors that a unit, or a task of one, completes."""
     return [(sum_key(unit, t, h), target) for t, target in enumerate(stored) for h in hashes]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:
-    """What a unit moves, in parts without numbers."""
+    """The parts of a unit that move bytes, without numbers."""
     moves = separate(unit)[0]
     return [Part(0, sum(map(item_bytes, p)), _files(p), items=p) for p in divide(arrange(moves), limit)]
 
 
 def _computed_parts(unit: Unit) -> Iterator[Part]:
-    """What a unit works out, in parts without numbers."""
+    """The computed parts of a unit, without numbers."""
     for i, step in enumerate(unit.steps):
         if not isinstance(step, Compute | Quantize):
             continue
@@ -292,7 +292,7 @@ def _files(items: Sequence[Item]) -> tuple[int, ...]:
 
 
 def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPadding]]:
-    """What a unit moves, and what it checks."""
+    """The steps of a unit that move bytes, and those that compare."""
     moves = [step for step in unit.steps if isinstance(step, Copy | Fill)]
     return moves, [step for step in unit.steps if isinstance(step, AssertEqual | AssertPadding)]
 

@@ -197,7 +197,7 @@ passes than they are known to, so the count may stand still and may jump; it nev
 
 
 def unseen(_elements: int, _of: int) -> None:
-    """Nobody wants to know."""
+    """No-op progress callback."""
 
 
 class WriteBehind:

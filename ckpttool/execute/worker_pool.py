@@ -61,7 +61,7 @@ def can_fork() -> bool:
 
 
 class _WorkerParent(Protocol):
-    """Whoever has forked the workers."""
+    """The process that has forked the workers."""
 
     def status(self, number: int) -> int:
         """Wait for a worker that has ended. Returns its exit code, or minus the signal that killed it."""
@@ -206,7 +206,7 @@ class _ForkedWorkers:
             self.status(number)
 
     def close(self) -> None:
-        """Nothing is open but the pipes of the workers."""
+        """Does nothing: only the pipes of the workers are open."""
 
 
 class _HelperProcess:
@@ -221,7 +221,7 @@ class _HelperProcess:
     def start(
         cls, ends: Sequence[tuple[int, int]], job: dict[str, Any], entry: str, keep: Sequence[int]
     ) -> _HelperProcess | None:
-        """Start the interpreter; None when it cannot be started, is no interpreter, or imports another ckpttool."""
+        """Start the interpreter; None when it cannot start, is not an interpreter, or imports another ckpttool."""
         if sys.platform != "linux" or not sys.executable or getattr(sys, "frozen", False):
             return None
         module, function = entry.split(":")
@@ -323,7 +323,7 @@ def _die_with(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    """What the system does elsewhere: end when the parent has."""
+    """End this process when its parent has ended, where the system does not do that."""
     while os.getppid() == parent:
         time.sleep(_LOOK)
     os._exit(1)

@@ -35,7 +35,7 @@ from ckpttool.execute.worker_pool import Answer, ProcessPool, Serve, spawn
 _T = TypeVar("_T")
 
 _Duty = tuple[str, Callable[[], Any], Callable[[Any], None]]
-"""Of a thread: its name, where it takes what is next, and what it does with that."""
+"""A thread's name, the function that gives its next task, and the one that does it."""
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -51,7 +51,7 @@ _RECORD_EVERY = 2.0
 
 
 class Watcher(Protocol):
-    """Whoever has tasks carried out. All but ``record`` are called by the thread that waits for them."""
+    """Receives the progress of tasks. All but ``record`` are called by the thread that waits for them."""
 
     def finished(self, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         """Parts are written, and these checksums known; they will be recorded."""
@@ -110,14 +110,14 @@ class Outlet:
     """Where the outputs of a plan are made on this machine."""
 
     paths: Sequence[str]
-    """Of the outputs."""
+    """Paths of the outputs."""
     spools: bool = False
     """Whether they leave this machine when they are recorded."""
     locks: Sequence[int] = ()
     """Descriptors that processes which may write keep open."""
     alone: bool = True
     """Whether nobody else may be at the same files: a file that is copied twice at a time stays what it is, one that is
-    linked anew is away for a moment."""
+    linked again is missing for a moment."""
     fence: Fence | None = None
     """See ``Medium``."""
 
@@ -140,7 +140,7 @@ class Workforce:
         self.stop = stop
         self.sources = [s.contents for s in plan.sources]
         self.ahead = 0
-        """Of the memory, what is for bytes that are read ahead from other machines."""
+        """Bytes of the memory that are for reading ahead from other machines."""
         self.notes: list[str] = []
         self.shared: list[str] = []
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
@@ -267,7 +267,7 @@ class Workforce:
         self._join()
 
     def _foremen(self, jobs: list[Task], pool: Medium) -> Iterator[_Duty]:
-        """What threads do that have tensors computed."""
+        """Duties of the threads that give orders to worker processes."""
         if not jobs:
             return
         # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
@@ -283,7 +283,7 @@ class Workforce:
             yield f"foreman-{i}", waiting.popleft, partial(self._compute, work)
 
     def _movers(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
-        """What threads do that move bytes."""
+        """Duties of the threads that move bytes."""
         memory = max(self.options.memory - self.ahead, _SMALLEST_ARENA)
         count = min(self.options.movers, memory // _SMALLEST_ARENA, len(moves))
         if count != len(self._carriers):

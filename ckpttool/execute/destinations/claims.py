@@ -48,7 +48,7 @@ _FREE = b"-" * 16
 _MOST = 1 << 26
 """Bytes of a file that does not grow with the work."""
 _NUMBER = r"([1-9][0-9]*)"
-"""Of a claim: no other spelling names the same file."""
+"""Number of a claim: no other spelling names the same file."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 
 
@@ -190,7 +190,7 @@ class Claims:
         self.plan = plan
 
     def all(self) -> list[ClaimFile]:
-        """Of each name the one that counts, unless its holder has let go."""
+        """The valid claim of each name, unless its holder has released it."""
         names: dict[str, int] = {}
         for file in self.folder.names():
             if match := re.fullmatch(re.escape(PREFIX) + r"(.+)-" + _NUMBER, file):
@@ -199,7 +199,7 @@ class Claims:
         return [f for f in found if f is not None and not f.is_free]
 
     def highest(self, name: str) -> ClaimFile | None:
-        """The claim of this name that counts; None where nobody ever had one."""
+        """The valid claim of this name; None where there never was one."""
         while True:
             number = max(self._numbers(name), default=0)
             if not number:
@@ -232,7 +232,7 @@ class Claims:
             time.sleep(LOOK)
 
     def _next(self, name: str, number: int) -> Claim | None:
-        """Take the next number; None when somebody else has it."""
+        """Take the next number; None when another process has it."""
         me = Holder.here()
         data = json.dumps(asdict(me) | {"plan": self.plan}).encode() + b"\n" + _counted(0)
         HERE.add(me.token)
@@ -246,7 +246,7 @@ class Claims:
 
 
 class ClaimWatch:
-    """Somebody who would like to have a claim, and looks at it from time to time."""
+    """Waits for a claim: looks from time to time whether its holder is alive."""
 
     def __init__(self, claims: Claims, name: str) -> None:
         self._claims = claims
@@ -260,7 +260,7 @@ class ClaimWatch:
 
     @property
     def holder(self) -> ClaimFile:
-        """Who held it at the last look, if that found somebody."""
+        """The claim file at the last look; empty where there was none."""
         return self._seen or ClaimFile(self._name, 0, b"")
 
     @property

@@ -87,7 +87,7 @@ class PeerError(OutputError):
 
 
 class CommittedError(Exception):
-    """Not a failure: another part has made DST, which is complete."""
+    """Another part has completed DST: ends the work of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PartFailure:
 
 
 class SharedPartial:
-    """DST.partial/, as all members of a run see it."""
+    """DST.partial/ as all members of a run share it: who takes part, what failed, what is finished."""
 
     def __init__(self, destination: LocalDestination, member: Member) -> None:
         self.member = member
@@ -147,7 +147,7 @@ class SharedPartial:
                 self.folder.fd = share()
                 break
         else:
-            raise OutputError("the partial destination comes and goes", where=str(self.path), hint="repeat the command")
+            raise OutputError("other processes keep removing the partial destination", where=str(self.path), hint="repeat the command")
         self.watch_made()
         strange = sorted(n for n in self.folder.names() if not n.startswith(_OWN))
         if strange:
@@ -228,7 +228,7 @@ class SharedPartial:
         return next((n for n in self.fresh_names() if n == _OUTPUT or n.startswith(_OUTPUT + "-")), "")
 
     def union(self) -> Finished:
-        """What all journals say."""
+        """The finished work of all journals together."""
         found = Finished()
         for name in sorted(self.fresh_names()):
             if name.startswith(f"{JOURNAL}."):
@@ -271,7 +271,7 @@ class SharedPartial:
             return False
 
     def say_committing(self) -> None:
-        """What is about to become DST, and of what plan."""
+        """Record the files that are about to become DST, and their plan."""
         said = self._identity | {"files": _files(self._made)}
         self.folder.put(COMMITTING, json.dumps(said).encode() + b"\n")
 
@@ -417,7 +417,7 @@ class MemberDestination(_SharedDestination):
         self.member = member
         self.common = SharedPartial(self, member)
         self.pages: dict[int, list[int]] = {}
-        """Of each output, what this part must not write."""
+        """The pages of each output that this part must not write."""
         self.edges: Callable[[], Sequence[Edge]] = list
         """What it has kept instead since this was last called."""
         self.verify_is_known = False
@@ -442,7 +442,7 @@ class MemberDestination(_SharedDestination):
         super().check_absent(force=force, appeared=appeared)
 
     def check_space(self, plan: Plan) -> None:
-        """Whoever prepares the outputs checks for all."""
+        """Does nothing: the part that prepares the outputs checks for all."""
 
     def begin(self, beginning: Beginning) -> Finished:
         """Join the others, and hear what all have finished. Raises CommittedError when DST is made already."""
@@ -514,7 +514,7 @@ class MemberDestination(_SharedDestination):
         return self._shares[self.member.number - 1]
 
     def beat(self) -> None:
-        """From now on this process has threads, and one of them says that it lives."""
+        """Start the thread that reports that this process is alive; threads are allowed from now on."""
         if self._part is not None:
             self._part.beat()
 
@@ -553,7 +553,7 @@ class MemberDestination(_SharedDestination):
         return self._linked
 
     def _read_linked(self, data: bytes) -> dict[int, str]:
-        """Which outputs share their bytes with a source, and how."""
+        """The outputs that share their bytes with a source, and how."""
         outputs = self._plan.outputs
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             found = [(i, how) for i, how in json.loads(data)]
@@ -656,7 +656,7 @@ class CommitDestination(_SharedDestination):
         self._part = part
         self._linked = linked
         self.linked_outputs: set[str] = set()
-        """Those that share their bytes with a source."""
+        """The outputs that share their bytes with a source."""
         self.is_to_verify = False
         """A part was asked to verify DST."""
         self._commit: Claim | None = None
@@ -713,7 +713,7 @@ class CommitDestination(_SharedDestination):
                 raise _changed("what a part has recorded does not fit its output", self.common.path, self.common.path)
 
     def make(self, path: str, size: int) -> bool:
-        """It is there."""
+        """Does nothing: the output exists."""
         name = Path(path).relative_to(self.partial).as_posix()
         check_made(path, size, self.common.path, linked=name in self.linked_outputs)
         return True
@@ -806,7 +806,7 @@ def _changed(what: str, where: str | Path, shared: Path) -> ConflictError:
 
 @contextlib.contextmanager
 def shared_errors(directory: Path) -> Iterator[None]:
-    """What goes wrong with the shared directory is an OutputError."""
+    """Turn OSErrors on the shared directory into OutputErrors."""
     try:
         yield
     except OSError as e:
@@ -814,8 +814,8 @@ def shared_errors(directory: Path) -> Iterator[None]:
 
 
 def gone(e: OSError, directory: Path) -> OutputError:
-    """What an error means on the shared directory."""
+    """The OutputError for an OSError on the shared directory."""
     if isinstance(e, FileNotFoundError):
-        what = "the partial destination is gone: another part has removed it, or somebody else"
+        what = "the partial destination is gone: another part or another user removed it"
         return OutputError(what, where=str(directory), hint="see why, and repeat the command")
     return write_error(e, str(directory), 0, 0)

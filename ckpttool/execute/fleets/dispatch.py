@@ -65,7 +65,7 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
         if away or fleet.nodes():
             seen = time.monotonic()
         elif time.monotonic() - seen >= PATIENCE:
-            raise OutputError("no node is left to work", hint="see that the cluster has nodes with a free CPU")
+            raise OutputError("no node is left to work", hint="make sure that the cluster has nodes with a free CPU")
 
 
 def _has_one(waiting: deque[_DispatchedOrder], coming: Iterator[Order]) -> bool:
@@ -80,5 +80,5 @@ def _again(pending: _DispatchedOrder, reply: Reply) -> _DispatchedOrder:
     pending.losses.append(f"on {reply.node}: {reply.lost}")
     if len(pending.losses) >= TRIES:
         hint = "if memory was short, use fewer --workers or less --memory"
-        raise OutputError(f"the same work was lost {TRIES} times", where=pending.losses, hint=hint)
+        raise OutputError(f"a task was lost {TRIES} times", where=pending.losses, hint=hint)
     return pending

@@ -1,4 +1,4 @@
-"""The same thing done of many items by the machines of a fleet: what ``in_turn`` does with the threads of one."""
+"""One function applied to many items by the machines of a fleet, as ``in_turn`` does with threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What a machine may use, in each process."""
+    """Memory, connections and threads of each process."""
 
     ahead: int = AHEAD
     """Bytes for what it reads ahead from other machines: enough to fill a link of 10 Gbit/s."""
@@ -57,7 +57,7 @@ def map_over(
     stop: threading.Event | None = None,
     advance: Advance = unwatched,
 ) -> Iterator[_Result]:
-    """What ``work`` makes of each item, in the order of the items. Starts a job of its own on the fleet.
+    """The results of ``work`` for each item, in order. Starts a job of its own on the fleet.
 
     ``sizes`` are the bytes that each item stands for; ``advance`` hears of those that are done. Raises what the work
     raises and what ``dispatch`` raises, and Stopped once ``stop`` is set.

@@ -43,7 +43,7 @@ def waning(pieces: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
 
 
 class Fleetwork:
-    """What ``Workforce`` is on this machine."""
+    """Has the machines of a fleet carry out tasks, as ``Workforce`` does on this one."""
 
     def __init__(
         self, plan: Plan, destination: Destination, fleet: Fleet, options: RunOptions, hashes: Sequence[str]
@@ -141,7 +141,7 @@ class Fleetwork:
         watcher.moved(self._moved)
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
-        """Nothing: what is answered is remembered at once."""
+        """Nothing: answered parts are recorded at once."""
         return [], {}
 
     def end(self, *, now: bool) -> None:

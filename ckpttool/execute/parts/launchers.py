@@ -82,7 +82,7 @@ LAUNCHERS = (
     # https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     Launcher("a Kubernetes job", 0, "JOB_COMPLETION_INDEX"),
 )
-"""From the inside out."""
+"""The launchers, the innermost first."""
 
 _ALLOCATIONS = (
     (
@@ -98,7 +98,7 @@ _ALLOCATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Which of how many processes this is."""
+    """The number of this process and of all, and where they come from."""
 
     member: Member
     source: str = ""
@@ -107,11 +107,11 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class _LauncherVariables:
-    """What a launcher's variables say."""
+    """The values of a launcher's variables."""
 
     by: Launcher
     rank: int
-    """From 0."""
+    """Number of this process, from 0."""
     size: int | None
     spans: int | None
     said: str
@@ -241,7 +241,7 @@ def _refuse_allocation(found: Sequence[_LauncherVariables], environment: Mapping
 
 
 def _read(row: Launcher, environment: Mapping[str, str]) -> _LauncherVariables | None:
-    """What a launcher says; None where it says nothing."""
+    """The values of a launcher's variables; None where they are not set."""
     if not environment.get(row.rank) or (row.beside and not _is_there(row, environment)):
         return None
     if row.loose and any(r.rank == row.rank and _is_there(r, environment) for r in LAUNCHERS if not r.loose):

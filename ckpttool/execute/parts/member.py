@@ -130,7 +130,7 @@ def _ended(progress: Progress, result: RunResult, said: str, standing: Standing)
 
 
 class _CheckedMedium(WithholdingMedium):
-    """Keeps what other machines write, too, and lets nobody write who was thought dead."""
+    """Withholds pages that other machines write, and refuses writes of a process whose claim was taken over."""
 
     def __init__(self, medium: Medium, check: Callable[[], None]) -> None:
         super().__init__(medium)
@@ -178,7 +178,7 @@ class _MemberRun(Run):
         """See ``_seal``."""
 
     def commit(self) -> _MemberCommit:
-        """What completes DST, once no part is left."""
+        """The run that completes DST, once no part is left."""
         options = replace(self.options, member=None, resume=True)
         made = _MemberCommit(self.plan, self.destination.committer(), options, self.progress)
         made.again = self.again
@@ -261,7 +261,7 @@ class _MemberRun(Run):
 
 
 class _MemberCommit(Run):
-    """What comes after the last share: everything is written, and DST is not there yet."""
+    """Completes DST after the last share: everything is written, and the rename is left."""
 
     destination: CommitDestination
 
