@@ -33,7 +33,7 @@ from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.withheld_pages import WithholdingMedium
-from ckpttool.execute.worker_pool import Answer, Order, Serve, help_out
+from ckpttool.execute.worker_pool import Answer, Order, Serve, run_helper
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.storage.access import QUERIES
@@ -209,4 +209,4 @@ class _OrderMeter:
 
 def main() -> None:
     """Entry point of a fresh interpreter that forks the workers; see ``worker_pool``."""
-    help_out(lambda said: server(ComputeJob.from_json(said)))
+    run_helper(lambda said: server(ComputeJob.from_json(said)))

@@ -149,7 +149,7 @@ def spawn(
     """Start workers; None where that is not possible.
 
     ``serve`` is called in each of them and makes what carries out its orders. Where this process cannot be forked,
-    ``entry`` ("module:function") is called in a fresh interpreter, and calls ``help_out``, which makes it of ``job``.
+    ``entry`` ("module:function") is called in a fresh interpreter, and calls ``run_helper``, which makes it of ``job``.
     A job that only a fork can know is None. ``keep`` are descriptors that stay open in all of them: locks.
     """
     pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
@@ -287,7 +287,7 @@ class _HelperProcess:
                     stream.close()
 
 
-def help_out(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoReturn:
+def run_helper(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoReturn:
     """The life of a helper: reads the job, forks the workers and waits for them. ``server`` makes them of the job."""
     said = json.loads(sys.stdin.buffer.readline())
     _die_with(said["parent"])

@@ -248,7 +248,7 @@ class Workforce:
         self._threads, self._failures = [], []
         jobs = [t for t in tasks if t.computing >= 0 and not self._is_done(t, finished)]
         moves = Upcoming(self._remaining([t for t in tasks if t.computing < 0], finished), self.plan, pool, self.ahead)
-        duties = [*self._foremen(jobs, pool), *self._movers(moves, pool)]
+        duties = [*self._computing_duties(jobs, pool), *self._moving_duties(moves, pool)]
         began = self._moved()
         threads = [
             threading.Thread(target=self._work_off, args=(take, do), name=name, daemon=True)
@@ -266,7 +266,7 @@ class Workforce:
                 raise
         self._join()
 
-    def _foremen(self, jobs: list[Task], pool: Medium) -> Iterator[_Duty]:
+    def _computing_duties(self, jobs: list[Task], pool: Medium) -> Iterator[_Duty]:
         """Duties of the threads that give orders to worker processes."""
         if not jobs:
             return
@@ -282,7 +282,7 @@ class Workforce:
         for i, work in enumerate(workers[: len(jobs)]):
             yield f"foreman-{i}", waiting.popleft, partial(self._compute, work)
 
-    def _movers(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
+    def _moving_duties(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
         """Duties of the threads that move bytes."""
         memory = max(self.options.memory - self.ahead, _SMALLEST_ARENA)
         count = min(self.options.movers, memory // _SMALLEST_ARENA, len(moves))

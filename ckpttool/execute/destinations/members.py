@@ -147,7 +147,9 @@ class SharedPartial:
                 self.folder.fd = share()
                 break
         else:
-            raise OutputError("other processes keep removing the partial destination", where=str(self.path), hint="repeat the command")
+            raise OutputError(
+                "other processes keep removing the partial destination", where=str(self.path), hint="repeat the command"
+            )
         self.watch_made()
         strange = sorted(n for n in self.folder.names() if not n.startswith(_OWN))
         if strange:
