@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.core.catalog import Catalog
 from ckpttool.core.files import AnyPlace, Place
 from ckpttool.core.mesh import Mesh
-from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, dialect
+from ckpttool.dialects import Dialect, dialect, recognize
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
 from ckpttool.formats.parts import parts_of
@@ -90,7 +90,6 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             where=str(root),
             hint="give one part of it as SRC",
         )
-    family = family_of(stored, options, str(root), family)
     capabilities = reader(stored.format).capabilities
     if options.mesh.more and not capabilities.multi_directory:
         raise UsageError(
@@ -104,20 +103,10 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             where=str(root),
             hint="drop --sharding: it is read from the checkpoint. What is written is --sharding-out",
         )
+    family = family_of(stored, options, str(root), family)
     if stored.unnamed is not None:
         stored.unnamed(model_forms(family, {t.name: t.shape for t in stored.tensors if t.component == "model"}))
-    names = {t.name for t in stored.tensors} if stored.recorded is None else {k.name for k in stored.recorded.tensors}
-    by_names = not stored.dialect
-    if by_names:
-        stored.dialect = family.trainer_naming(names) or PUBLISHED
-        if stored.dialect != PUBLISHED:
-            stored.notes.append(f"the tensors have the names of {stored.dialect}")
-    said = dialect(stored.dialect)
-    if said.published and (by_names or stored.recorded is None):
-        naming, stored.fused = family.published_form(names, lambda: _shapes(stored))
-        stored.dialect = naming or stored.dialect
-    context = NamingContext(family, stored.config, stored.mesh, stored.fused, stored.version)
-    ops = dialect(stored.dialect).detect(context, lambda: _shapes(stored))
+    said, context, ops = recognize(stored, family)
     catalog, notes = catalog_of(
         stored, family, ops, capabilities, str(root), copies=not said.published, whole_alone=said.whole_alone,
         found_whole=lambda rules, *held: said.found_whole(context._replace(family=rules), ops, *held),
@@ -138,10 +127,3 @@ def refuse_empty(checkpoint: Checkpoint) -> None:
             where=str(checkpoint.path),
             hint="its files have headers and nothing else: save or fetch it again",
         )
-
-
-def _shapes(stored: StoredCheckpoint) -> dict[str, tuple[int, ...]]:
-    """A shape for each parameter, as a rank holds it; a scalar of the optimizer only where there is nothing else."""
-    if stored.recorded is not None:
-        return {t.key.name: t.shape for t in sorted(stored.recorded, key=lambda t: len(t.shape))}
-    return {t.name: t.shape for t in sorted(stored.tensors, key=lambda t: (t.component == "model", len(t.shape)))}

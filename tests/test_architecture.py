@@ -9,14 +9,18 @@ import ast
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -100,17 +104,17 @@ SHARED_FOLDERS = tuple(f"ckpttool.execute.{name}" for name in ("destinations", "
 ALONE = tuple(f"ckpttool.execute.destinations{name}" for name in ("", ".base", ".local"))
 
 
-def modules_below(*folders: str) -> set[str]:
-    """The folders and all modules in them, by dotted name."""
+def modules_below(root: Path, *folders: str) -> set[str]:
+    """The folders of a checkout and all modules in them, by dotted name."""
     names = set()
     for folder in folders:
-        base = ROOT.joinpath(*folder.split("."))
+        base = root.joinpath(*folder.split("."))
         for path in [base, *base.rglob("*.py")]:
-            names.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+            names.add(".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
     return names
 
 
-SHARED = ("ray", *sorted(modules_below(*SHARED_FOLDERS) - set(ALONE)))
+SHARED = ("ray", *sorted(modules_below(ROOT, *SHARED_FOLDERS) - set(ALONE)))
 HEAVY_FOR_HELP = ("torch", "numpy", "yaml", "safetensors", "ml_dtypes", "rich", *NETWORK, *SHARED)
 REPORT = ("ckpttool.execute.measuring", "ckpttool.ops.merge.card", "ckpttool.report.page")
 """What is loaded for a report or a model card only."""
@@ -257,6 +261,22 @@ def format_problems(found: list[Source]) -> Iterator[str]:
                     yield f"{source.module}:{imported.line}: a format imports another format, {target}"
 
 
+# Fields of ``formats.base.Capabilities`` that one format alone sets. The set may only shrink: what one format does
+# differently is a method of its class.
+ONE_SETTER = {
+    "exact",
+    "keeps_form",
+    "keeps_names",
+    "local_layers",
+    "ragged_experts",
+    "sharding_versions",
+    "whole",
+}
+
+# Names without leading underscores that more than one class has. It may only fall, below 30 at last: lower it to what
+# `python scripts/count_class_names.py` prints whenever that is less.
+MOST_SHARED_NAMES = 98
+
 # Statements of a function, without its signature and docstring, and its parameters.
 LONGEST_BODY = 80
 MOST_PARAMETERS = 10
@@ -334,6 +354,47 @@ def folder_circle_problems(found: list[Source]) -> Iterator[str]:
         except CycleError as e:
             if not folders.isdisjoint(e.args[1]):
                 yield f"a circle of folders: {' <- '.join(e.args[1])}"
+
+
+def single_setters(found: list[Source]) -> set[str]:
+    """The fields of ``Capabilities`` that one format alone gives: each is the name of that format in disguise."""
+    formats = [source for source in found if row_name(source.module) == "formats"]
+    calls = [n for source in formats for n in nodes(source) if isinstance(n, ast.Call)]
+    given = [
+        keyword.arg
+        for call in calls
+        if getattr(call.func, "attr", getattr(call.func, "id", None)) == "Capabilities"
+        for keyword in call.keywords
+    ]
+    return {name for name in given if name is not None and given.count(name) == 1}
+
+
+def capability_problems(found: list[Source]) -> Iterator[str]:
+    """Capabilities of one format, other than those that are known."""
+    for name in sorted(single_setters(found) - ONE_SETTER):
+        yield f"{PACKAGE}.formats: the capability {name} has one setter: make it a method of that format"
+
+
+def class_name_problems(found: list[Source]) -> Iterator[str]:
+    """More names for several classes than there were."""
+    names = Counter(name for source in found for name, _ in count_class_names().classes(nodes(source), ""))
+    shared = [name for name, classes in names.items() if classes > 1]
+    if len(shared) > MOST_SHARED_NAMES:
+        yield (
+            f"{len(shared)} names stand for several classes, {MOST_SHARED_NAMES} at most:"
+            " rename new ones (python scripts/count_class_names.py -v)"
+        )
+
+
+@cache
+def count_class_names() -> ModuleType:
+    """The script of that name."""
+    spec = spec_from_file_location("count_class_names", ROOT / "scripts/count_class_names.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def rich_problems(found: list[Source]) -> Iterator[str]:
@@ -451,6 +512,8 @@ CHECKS = (
     name_problems,
     circle_problems,
     folder_circle_problems,
+    capability_problems,
+    class_name_problems,
     size_problems,
     rich_problems,
     torch_problems,
@@ -466,16 +529,18 @@ def test_package() -> None:
         found = sources(ROOT)
         assert len(found) > 1, "the package was not found"
         problems = [f"{check.__name__}: {problem}" for check in CHECKS for problem in check(found)]
+        mended = ONE_SETTER - single_setters(found)
     finally:
         for remembered in (sources, walked, imports, nodes):
             remembered.cache_clear()  # or all later tests would have them in memory
         gc.enable()
     assert not problems, "\n".join(problems)
+    assert not mended, "they have no or several setters now: take them out of ONE_SETTER"
 
 
-def missing_modules(found: list[Source], named: Iterable[str]) -> list[str]:
+def missing_modules(root: Path, named: Iterable[str]) -> list[str]:
     """Of dotted names those of the package that name none of its modules: they moved, and guard nothing."""
-    modules = {source.module for source in found}
+    modules = modules_below(root, PACKAGE)
     return sorted(name for name in named if top(name) == PACKAGE and name not in modules)
 
 
@@ -485,13 +550,13 @@ def test_every_module_named_here_exists() -> None:
         *(f"{PACKAGE}.formats.{name}" for name in SHARED_FORMATS),
         *(*SHARED_FACES, *TORCH_MODULES, *LOCAL_MODULES, *NETWORK, *SHARED, *ALONE, *SHARED_FOLDERS, *REPORT),
     ]
-    assert missing_modules(sources(ROOT), found) == []
+    assert missing_modules(ROOT, found) == []
 
 
 def test_a_module_that_moved_is_found(tmp_path: Path) -> None:
     write_tree(tmp_path, GOOD)
     named = ["ckpttool.core.plan", "ckpttool.execute.fleetwork", "ray"]
-    assert missing_modules(sources(tmp_path), named) == ["ckpttool.execute.fleetwork"]
+    assert missing_modules(tmp_path, named) == ["ckpttool.execute.fleetwork"]
 
 
 def has_docstring(path: Path) -> bool:
@@ -558,6 +623,12 @@ BAD = {
         "a circle of folders",
     ),
     "circle of a folder and a module": ("execute/machines/node.py", "from .. import engine", "a circle of folders"),
+    "capability": ("formats/vllm.py", "X = base.Capabilities(odd=True, whole=())", "capability odd has one setter"),
+    "class names": (
+        "core/plan.py",
+        "".join(f"class A{i}: pass\nclass _A{i}: pass\n" for i in range(MOST_SHARED_NAMES + 1)),
+        "names stand for several classes",
+    ),
     "circle for types": ("cli/options.py", "if TYPE_CHECKING:\n    from ckpttool.cli.app import X", "a circle"),
     "long": ("planning/relate.py", 'def f():\n    """Docstring."""\n' + "    f()\n" * 81, "f has 81 lines"),
     "long method": (
@@ -602,6 +673,7 @@ GOOD = {
     "formats/base.py": "from ckpttool.core.catalog import Catalog\nfrom ckpttool.version import V",
     "storage/listing.py": "from ckpttool.errors import Error",
     "containers/safetensors.py": "from ckpttool.storage.listing import Listing",
+    "formats/dcp.py": "X = Capabilities(whole=())",
     "formats/config.py": "from re import compile",
     "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field",
     "formats/paddle/__init__.py": "from . import names",
@@ -732,8 +804,16 @@ def test_writers_load_neither_torch_nor_what_reaches_other_machines(tmp_path: Pa
         assert any((tmp_path / f"dst{i}").iterdir())
 
 
-def test_a_reshard_goes_only_down() -> None:
+MOST_RETURNS = 14
+"""Of a reshard, to a room that it was in before. It may only fall; `python scripts/count_room_moves.py -v` has stars at
+them. Group what is asked of one room."""
+
+
+def test_a_reshard_goes_only_down_and_seldom_back() -> None:
     """Until its plan is made, no room calls one that stands below it in ROWS: nothing is handed down to be called."""
     script = ROOT / "scripts/count_room_moves.py"
     done = subprocess.run([sys.executable, script, "-v"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.endswith(" moves between rooms, 0 of them upwards\n"), done.stdout + done.stderr
+    found = re.search(r" moves between rooms, (\d+) of them upwards, (\d+) returns\n$", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert int(found[1]) == 0, done.stdout
+    assert 0 < int(found[2]) <= MOST_RETURNS, done.stdout

@@ -22,7 +22,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.encodings import Contents, Encoding
 from ckpttool.execute import moves
 from ckpttool.execute.files import IOV_MAX, SECTOR, UNCACHED_FROM, Medium, Stopped
-from ckpttool.execute.hashing import Sums
+from ckpttool.execute.hashing import TensorHashes
 from ckpttool.execute.permute import Array, Permuter, store
 from ckpttool.execute.reader import GAPS, Bytes, kinds, offsets, read_strided, read_turned
 
@@ -90,7 +90,7 @@ class Mover:
         self.stop = stop
         self.bytes_read = 0
         self.bytes_written = 0
-        self.sums: Sums | None = None
+        self.sums: TensorHashes | None = None
         self._turn = Permuter()
 
     # -- files
@@ -339,17 +339,17 @@ class Mover:
             self.write(file, offset + start, view[at : at + run], scattered=run < nbytes)
             at += run
 
-    def _read_turned(self, move: moves.Move, target: Array, scratch: Bytes) -> None:
+    def _read_turned(self, move: moves.StridedCopy, target: Array, scratch: Bytes) -> None:
         def read(at: int, buffer: memoryview) -> None:
             # The next strip lies in the same pages, so they may stay in the page cache.
             self.read(move.src, at, (buffer,), once=False)
 
         read_turned(read, move, target, scratch, self._turn)
 
-    def _is_decoded(self, move: moves.Move) -> bool:
+    def _is_decoded(self, move: moves.StridedCopy) -> bool:
         return move.src != moves.ZEROS and isinstance(self.sources[move.src], Encoding)
 
-    def _tile(self, move: moves.Move) -> None:
+    def _tile(self, move: moves.StridedCopy) -> None:
         size = itemsize(move.dst_dtype)
         room = self.arena.room(2)
         decoded = self._is_decoded(move)

@@ -19,9 +19,9 @@ from ckpttool.core.plan import Compute, Operand, Scaled, StoredOperand
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
-from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
+from ckpttool.execute.operands import OperandBuffer, OperandReader, StoredReader, reader
 from ckpttool.execute.permute import Array
-from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
+from ckpttool.execute.strided import Emit, Seen, WriteBehind, as_in_file, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Pass, Tensor
@@ -56,7 +56,7 @@ def part_elements(compute: Compute) -> int:
 
 
 def parts_of(compute: Compute) -> int:
-    """How many parts a computed tensor has."""
+    """Number of parts of a computed tensor."""
     return max(1, -(-prod(compute.shape) // part_elements(compute)))
 
 
@@ -65,7 +65,7 @@ class _Arrays:
 
     def __init__(self) -> None:
         self._found: dict[object, Array] = {}
-        self._buffers: list[Buffer] = []
+        self._buffers: list[OperandBuffer] = []
 
     def take(self, key: object, size: int, dtype: Any = np.float32) -> Array:
         """An array of ``size`` elements, with whatever was in it."""
@@ -74,20 +74,22 @@ class _Arrays:
             found = self._found[key] = np.empty(size, dtype)
         return found[:size]
 
-    def buffers(self) -> Iterator[Buffer]:
+    def buffers(self) -> Iterator[OperandBuffer]:
         """Places for raw elements, the same ones for every tensor."""
         for buffer in self._buffers:
             buffer.holds = None
             yield buffer
         while True:
-            self._buffers.append(Buffer())
+            self._buffers.append(OperandBuffer())
             yield self._buffers[-1]
 
 
-class _Chunk:
+class _OperandChunk:
     """See ``ckpttool.kernels.merge.base.Chunk``."""
 
-    def __init__(self, readers: list[Reader], base: Reader | None, step: int, arrays: _Arrays, *, shared: bool) -> None:
+    def __init__(
+        self, readers: list[OperandReader], base: OperandReader | None, step: int, arrays: _Arrays, *, shared: bool
+    ) -> None:
         self.start = self.stop = 0
         self.last = False
         self._readers = readers
@@ -129,7 +131,7 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class Computing:
+class TensorComputer:
     """Works out tensors through one ``Mover``."""
 
     carrier: Mover
@@ -155,7 +157,7 @@ class Computing:
         readers = [reader(o, self.carrier, lambda: shared or next(buffers)) for o in compute.operands]
         models = readers[: len(compute.models)]
         base = readers[-1] if compute.base is not None else None
-        chunk = _Chunk(models, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
+        chunk = _OperandChunk(models, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
         first = readers[0]
         fill: Callable[[int, int, Array], None]
         if isinstance(first, StoredReader) and _passes_through(compute):
@@ -179,7 +181,7 @@ class Computing:
         shared = next(buffers) if len(operands) > _OWN_BUFFERS else None
         readers = [reader(o, self.carrier, lambda: shared or next(buffers)) for o in operands]
         base = readers.pop() if compute.base is not None else None
-        chunk = _Chunk(readers, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
+        chunk = _OperandChunk(readers, base, step, self._arrays, shared=shared is not None and method.one_at_a_time)
         most = size * (1 + (method.passes(dict(compute.whole), len(compute.models)) if method.parts is not None else 0))
         program = measured(self._tensor(compute), method)
         return self._look(program, chunk, size, step, lambda at: seen(min(at, most), most))
@@ -194,7 +196,7 @@ class Computing:
             )
 
     def _passes(
-        self, compute: Compute, method: Method, chunk: _Chunk, step: int, seen: Callable[[int], None]
+        self, compute: Compute, method: Method, chunk: _OperandChunk, step: int, seen: Callable[[int], None]
     ) -> Callable[[int, int, Array], None]:
         """Let the method see the tensor as often as it wants; returns what puts a chunk of the result into an array."""
         combine = self._look(method.program(self._tensor(compute)), chunk, prod(compute.shape), step, seen)
@@ -225,7 +227,7 @@ class Computing:
     def _look(
         self,
         program: Generator[Pass, None, _Found],
-        chunk: _Chunk,
+        chunk: _OperandChunk,
         size: int,
         step: int,
         seen: Callable[[int], None],
@@ -248,7 +250,7 @@ class Computing:
     def _write(
         self,
         compute: Compute,
-        chunk: _Chunk,
+        chunk: _OperandChunk,
         step: int,
         done: Collection[int],
         fill: Callable[[int, int, Array], None],
@@ -263,7 +265,7 @@ class Computing:
         # One is filled while the other is written.
         held = [self._arrays.take(("stretch", i), most + SECTOR, np.uint8) for i in range(1 + (size > stretch))]
         each = part_elements(compute)
-        writing = Behind(self.emit or scatter)
+        writing = WriteBehind(self.emit or scatter)
         turn = 0
         try:
             for number in range(parts_of(compute)):
@@ -292,7 +294,7 @@ class Computing:
         finally:
             writing.end()
 
-    def _not_finite(self, compute: Compute, chunk: _Chunk, start: int, out: Array) -> CorruptError:
+    def _not_finite(self, compute: Compute, chunk: _OperandChunk, start: int, out: Array) -> CorruptError:
         """Say where, and which source brought it."""
         bad = int(np.flatnonzero(~np.isfinite(out.astype(np.float32)))[0])
         at = np.unravel_index(start + bad, compute.shape) if compute.shape else ()

@@ -23,17 +23,17 @@ from typing import Any
 from ckpttool.core.encodings import Contents
 from ckpttool.core.plan import Compute, Quantize, Randomness, Unit
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.compute import Computing
+from ckpttool.execute.compute import TensorComputer
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Fence, Medium
-from ckpttool.execute.hashing import Sums
+from ckpttool.execute.hashing import TensorHashes
 from ckpttool.execute.plan_json import decode, encode
-from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.quantize import Quantizer
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.remote import open_medium
 from ckpttool.execute.schedule import Task, computing_task
 from ckpttool.execute.withheld_pages import WithholdingMedium
-from ckpttool.execute.worker_pool import Answer, Order, Serve, help_out
+from ckpttool.execute.worker_pool import Answer, Order, Serve, run_helper
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Draws
 from ckpttool.storage.access import QUERIES
@@ -44,12 +44,12 @@ _TELL_EVERY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What all orders have in common."""
+class ComputeJob:
+    """Data that all orders of a run share."""
 
     sources: Sequence[Contents]
     paths: Sequence[str]
-    """Of the outputs, which are there at their full size."""
+    """Paths of the outputs, which exist at their full size."""
     randomness: Randomness | None
     memory: int
     """Bytes of buffers for each worker."""
@@ -65,13 +65,13 @@ class Job:
     """See ``Medium``."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a process that is to read it with ``from_json``."""
+        """JSON data for a process that reads it with ``from_json``."""
         said = {"sources": encode(tuple(self.sources)), "randomness": encode(self.randomness)}
         return asdict(self) | said | {"queries": QUERIES}
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Job:
-        """What ``to_json`` has made."""
+    def from_json(cls, said: dict[str, Any]) -> ComputeJob:
+        """The job that ``to_json`` has encoded."""
         QUERIES.update(said.pop("queries"))
         fence = said["fence"] and Fence(*said["fence"])
         known = {"sources": decode(said["sources"]), "randomness": decode(said["randomness"]), "fence": fence}
@@ -98,7 +98,7 @@ def edges(answer: Answer) -> Iterator[tuple[int, int, bytes]]:
         yield output, offset, b64decode(data)
 
 
-def server(job: Job) -> Callable[[], Serve]:
+def server(job: ComputeJob) -> Callable[[], Serve]:
     """What a worker of this job calls, once, to learn how to carry out orders."""
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
 
@@ -125,11 +125,11 @@ def server(job: Job) -> Callable[[], Serve]:
 class ComputeWorker:
     """Works out tensors, one after the other."""
 
-    def __init__(self, job: Job, draws: Callable[[Compute], Draws], pool: Medium, stop: threading.Event) -> None:
+    def __init__(self, job: ComputeJob, draws: Callable[[Compute], Draws], pool: Medium, stop: threading.Event) -> None:
         self.job = job
         self.carrier = Mover(job.sources, job.paths, pool, job.memory // 4, stop)
-        self.computing = Computing(self.carrier, job.memory, draws)
-        self.quantizing = Quantizing(self.carrier, job.memory)
+        self.computing = TensorComputer(self.carrier, job.memory, draws)
+        self.quantizing = Quantizer(self.carrier, job.memory)
         pool.scratch = str(Path(job.paths[0]).parent) if job.paths else ""
         for path in job.paths:
             pool.expect_writes(path)
@@ -148,9 +148,9 @@ class ComputeWorker:
         task = computing_task(unit, number, order["first"], self.job.limit, self.job.hashes)
         carrier = self.carrier
         before = carrier.bytes_read, carrier.bytes_written
-        carrier.sums = sums = Sums(task.targets) if task.targets else None
+        carrier.sums = sums = TensorHashes(task.targets) if task.targets else None
         found: dict[str, str] = {}
-        meter = _Meter(tell)
+        meter = _OrderMeter(tell)
         for part in task.parts:
             if part.compute[0] < 0 and part.number not in done:
                 carrier.carry(part.items)
@@ -180,8 +180,8 @@ class ComputeWorker:
         tell({"end": True, "at": meter.at, "sums": found, **moved})
 
 
-class _Meter:
-    """How far an order is, in bytes of its result: those of a step count by the elements that its passes have seen."""
+class _OrderMeter:
+    """Progress of an order, in bytes of its result: those of a step count by the elements that its passes have seen."""
 
     def __init__(self, tell: Callable[[Answer], None]) -> None:
         self.at = 0
@@ -194,7 +194,7 @@ class _Meter:
         self._tell({"at": self.at})
 
     def begin(self, nbytes: int) -> None:
-        """From now on a step is worked out that writes so many bytes."""
+        """Start a step that writes ``nbytes``."""
         self._step = nbytes
 
     def seen(self, elements: int, of: int) -> None:
@@ -208,5 +208,5 @@ class _Meter:
 
 
 def main() -> None:
-    """In a fresh interpreter that forks the workers: see ``worker_pool``."""
-    help_out(lambda said: server(Job.from_json(said)))
+    """Entry point of a fresh interpreter that forks the workers; see ``worker_pool``."""
+    run_helper(lambda said: server(ComputeJob.from_json(said)))

@@ -11,7 +11,7 @@ from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_
 
 
 def tensor_draws(randomness: Randomness | None) -> Callable[[Compute], Draws]:
-    """What gives each computed tensor its numbers."""
+    """The random numbers of each computed tensor."""
     if randomness is None or randomness.stream == "counter":
         seed = randomness.seed if randomness else 0
         return lambda compute: CounterDraws(seed, compute.name)

@@ -78,7 +78,7 @@ def run(plan: Plan, dst: Place, options: RunOptions | None = None, progress: Pro
             gc.unfreeze()
 
 
-class _Meter:
+class _ByteCounter:
     """Bytes that several threads are done with."""
 
     def __init__(self, stop: threading.Event) -> None:
@@ -95,7 +95,7 @@ class _Meter:
 
 
 class TaskExecutor(Protocol):
-    """Who carries out the tasks of a run: this machine (``Workforce``), or others."""
+    """Carries out the tasks of a run: on this machine (``Workforce``) or on others (``Fleetwork``)."""
 
     notes: list[str]
     shared: list[str]
@@ -180,7 +180,7 @@ class Run:
         return self._result(began, executor, pool)
 
     def _medium(self, medium: Medium) -> Medium:
-        """What all bytes go through."""
+        """The medium that all bytes go through."""
         return medium
 
     def _work(
@@ -402,7 +402,11 @@ class Run:
 
     def _read_back(self, phase: str, read: Callable[[Place, Advance], None]) -> None:
         """Show how far another thread is with it. An interrupt ends that thread when it next says how far it is."""
-        meter, total, phased = _Meter(self.stop), self.plan.bytes_written, isinstance(self.progress, PhasedProgress)
+        meter, total, phased = (
+            _ByteCounter(self.stop),
+            self.plan.bytes_written,
+            isinstance(self.progress, PhasedProgress),
+        )
         if isinstance(self.progress, PhasedProgress):
             self.progress.phase(phase, total, 0)
             self.shown = 0
@@ -522,12 +526,12 @@ class _Signals:
         self._held = self._waits = self._came = False
 
     def hold(self) -> None:
-        """From now on the run is as good as finished: let it."""
+        """Ignore signals until the run has ended."""
         self._held = True
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """What comes meanwhile ends the run afterwards."""
+        """Postpone signals: they end the run afterwards."""
         self._waits = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Errors on their way between processes: as plain data, and as what they were."""
+"""Errors as plain data, to be sent between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS: dict[str, type[CkptError]] = {
 
 
 def error_to_data(error: BaseException) -> list[Any]:
-    """An error as JSON has it. Of one that nobody expected, the traceback."""
+    """An error as plain data; for an unexpected one, its traceback."""
     if isinstance(error, CkptError):
         kind = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _KINDS)  # a subclass may be of one storage
         return [kind, error.what, list(error.where), error.hint, error.finding]

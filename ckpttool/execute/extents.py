@@ -11,7 +11,7 @@ from math import prod
 from ckpttool.core.dtypes import itemsize, lookup, nbytes
 from ckpttool.core.plan import Block, Compute, Copy, Fill, Plan, Quantize, Step, Unit
 from ckpttool.execute.compute import part_elements
-from ckpttool.execute.moves import Batch, Item, Move, RowBlock
+from ckpttool.execute.moves import Batch, Item, RowBlock, StridedCopy
 from ckpttool.execute.schedule import Part
 from ckpttool.execute.strided import clip
 
@@ -34,7 +34,7 @@ def part_extents(plan: Plan, part: Part, unit: Unit | None) -> Iterator[Extent]:
 
 
 def step_extents(step: Step) -> Iterator[Extent]:
-    """Where a step writes, all of it."""
+    """The extents that a step writes."""
     if isinstance(step, Copy):
         yield _reach(step.dst, step.shape, step.dst_dtype)
     elif isinstance(step, Fill):
@@ -66,12 +66,12 @@ def _item_extents(item: Item) -> Iterator[Extent]:
         yield _move_reach(item.move)
 
 
-def _move_reach(move: Move) -> Extent:
+def _move_reach(move: StridedCopy) -> Extent:
     return _reach(Block(move.dst, move.to, move.dst_strides), move.shape, move.dst_dtype)
 
 
 def _reach(block: Block, shape: Sequence[int], dtype: str) -> Extent:
-    """From the first byte of a block to its last."""
+    """The extent of a block."""
     file, start, strides = block
     if 0 in shape:
         return file, start, start

@@ -94,7 +94,7 @@ class Fence(NamedTuple):
 
     path: str
     token: str
-    """Its content, as long as the run goes on."""
+    """Content of the file while the run continues."""
 
     def check(self) -> None:
         """Raises OutputError when the run has ended, or this machine does not see where it writes."""
@@ -111,7 +111,7 @@ class Fence(NamedTuple):
 
 
 class Medium(Protocol):
-    """How bytes are read and written, by path or by the text of another place. Safe to use from several threads."""
+    """Reads and writes bytes, by path or by the text of another place. Safe to use from several threads."""
 
     scratch: str
     """A directory for ``keep``; "" for the system's."""
@@ -124,11 +124,11 @@ class Medium(Protocol):
 
     @property
     def policy(self) -> str:
-        """How large writes go."""
+        """Write policy: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
 
     @property
     def short_calls(self) -> threading.Lock:
-        """For whoever makes thousands of short calls: two threads at that only pass the interpreter to and fro."""
+        """Taken around thousands of short calls: two threads at that only pass the interpreter to and fro."""
 
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
         """Fill ``buffers`` (at most IOV_MAX) with consecutive bytes, of an encoding with decoded ones.
@@ -194,7 +194,7 @@ class FilePool:
         self._indirect = "uncached" if system.uncached() else "write-behind"
         """The policy where direct writes are refused, or cannot be made for where the bytes lie."""
         self._turns = threading.BoundedSemaphore(2)
-        """For writes through the page cache: more of them at a time only get in each other's way."""
+        """Taken around writes through the page cache: more at a time only get in each other's way."""
         self._behind: dict[str, list[tuple[int, int]]] = {}
         self._scattered: set[str] = set()
         self._decoder = Decoder(self.read)
@@ -207,7 +207,7 @@ class FilePool:
 
     @property
     def policy(self) -> str:
-        """How large writes go: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
+        """Write policy: ``direct``, ``uncached``, ``write-behind`` or ``plain``."""
         return "direct" if self._direct else self._indirect
 
     def __enter__(self) -> Self:
@@ -505,7 +505,7 @@ def unreadable(e: OSError, path: str, offset: int, buffers: Sequence[memoryview]
 
 
 def _address(data: memoryview) -> int:
-    """Where in memory the bytes lie."""
+    """Memory address of the bytes."""
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 

@@ -67,7 +67,7 @@ class _Crc32:
 
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, the lowest power of x in the highest bit."""
+"""The polynomial of CRC-32, the lowest power of x in the highest bit."""
 
 
 def _times(a: int, b: int) -> int:
@@ -108,7 +108,7 @@ def joined_crc32(first: int, size: int, parts: Iterable[tuple[int, int, int]]) -
     return sum_
 
 
-class _Sum:
+class _RunningHash:
     """The hash of one target so far."""
 
     __slots__ = ("at", "hash", "key", "start", "stop", "top", "written")
@@ -124,15 +124,15 @@ class _Sum:
         """Where the last of them ends."""
 
 
-class Sums:
+class TensorHashes:
     """The hashes of the targets of the units that one task works on."""
 
     def __init__(self, targets: Sequence[tuple[str, WrittenTensor]]) -> None:
-        self._files: dict[int, tuple[list[int], list[_Sum]]] = {}
+        self._files: dict[int, tuple[list[int], list[_RunningHash]]] = {}
         for key, target in sorted(targets, key=lambda t: (t[1].file, t[1].offset)):
             starts, sums = self._files.setdefault(target.file, ([], []))
             starts.append(target.offset)
-            sums.append(_Sum(key, target))
+            sums.append(_RunningHash(key, target))
 
     def feed(self, file: int, offset: int, data: memoryview) -> None:
         """These bytes are being written there."""
@@ -173,7 +173,7 @@ class Sums:
         return out
 
     @staticmethod
-    def _read_back(s: _Sum, file: int, stop: int, read: ReadBack, buffer: memoryview) -> None:
+    def _read_back(s: _RunningHash, file: int, stop: int, read: ReadBack, buffer: memoryview) -> None:
         while s.at < stop:
             piece = buffer[: min(buffer.nbytes, stop - s.at)]
             read(file, s.at, piece)

@@ -40,7 +40,7 @@ Edge = tuple[int, int, bytes]
 
 @dataclass(slots=True)
 class Finished:
-    """What a journal says."""
+    """The finished work that a journal records."""
 
     parts: set[int] = field(default_factory=set)
     sums: dict[str, str] = field(default_factory=dict)

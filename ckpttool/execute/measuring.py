@@ -16,7 +16,7 @@ from ckpttool.core.dtypes import CASTABLE, itemsize
 from ckpttool.core.files import DataFile, Place
 from ckpttool.core.plan import Block, Compute, Copy, Plan, Randomness, StoredOperand
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.compute import Computing
+from ckpttool.execute.compute import TensorComputer
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.options import Advance, unwatched
 from ckpttool.execute.reader import Reads, in_turn, reading
@@ -32,7 +32,7 @@ _WORKERS = 2
 """Threads that measure."""
 
 
-class Item(NamedTuple):
+class MeasuredTensor(NamedTuple):
     """A tensor to be measured."""
 
     compute: Compute
@@ -47,8 +47,8 @@ class Item(NamedTuple):
         return (c.src.file for c in self.result.copies)
 
 
-def items_of(plan: Plan) -> list[Item]:
-    """What there is to measure. Left out are tensors that are no floats, and those that are not written whole."""
+def items_of(plan: Plan) -> list[MeasuredTensor]:
+    """The tensors to measure. Left out are tensors that are no floats, and those that are not written whole."""
     found = []
     for unit in plan.units:
         for step in unit.steps:
@@ -60,7 +60,7 @@ def items_of(plan: Plan) -> list[Item]:
                 continue
             copies = tuple([_back(c, len(plan.sources)) for c in boxes.values()])
             result = StoredOperand(step.dtype, step.shape, copies, f"`{step.name}` as it was written")
-            found.append(Item(step._replace(outputs=()), result, prod(step.shape) * itemsize(step.dtype)))
+            found.append(MeasuredTensor(step._replace(outputs=()), result, prod(step.shape) * itemsize(step.dtype)))
     return found
 
 
@@ -75,7 +75,7 @@ def _back(copy: Copy, first: int) -> Copy:
     )
 
 
-class Measuring:
+class Measurer:
     """Measures tensors, in several threads. It can be pickled; what it has opened stays behind."""
 
     def __init__(
@@ -98,18 +98,18 @@ class Measuring:
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self._sources, self._written, self._randomness, self._memory, unwatched, self._looked_for)
-        return Measuring, arguments
+        return Measurer, arguments
 
     @property
     def files(self) -> Iterable[DataFile]:
-        """What must be the same on all machines."""
+        """Files that must be the same on all machines."""
         return (*self._sources, *self._looked_for)
 
-    def reads(self, _item: Item) -> Reads:
+    def reads(self, _item: MeasuredTensor) -> Reads:
         """Operands are read ahead when their turn comes."""
         return Reads(())
 
-    def do(self, item: Item) -> Measured:
+    def do(self, item: MeasuredTensor) -> Measured:
         """Measure a tensor. Whoever calls has a medium open; see ``reading``."""
         computing = self._computing()
         told = 0
@@ -126,14 +126,14 @@ class Measuring:
         self._advance(item.nbytes - told)
         return found
 
-    def _computing(self) -> Computing:
-        mine: Computing | None = getattr(self._tools, "computing", None)
+    def _computing(self) -> TensorComputer:
+        mine: TensorComputer | None = getattr(self._tools, "computing", None)
         if mine is None:
             with reading() as pool:
                 files = [f.contents for f in (*self._sources, *self._written)]
                 carrier = Mover(files, (), pool, 1 << 20, threading.Event())
                 memory = self._memory - (pool.ahead if any(map(pool.is_far, files)) else 0)
-                mine = Computing(carrier, memory // _WORKERS, tensor_draws(self._randomness))
+                mine = TensorComputer(carrier, memory // _WORKERS, tensor_draws(self._randomness))
             self._tools.computing = mine
         return mine
 
@@ -146,7 +146,7 @@ class Measurement:
         self._memory = memory
         self._connections = connections
         self.found: dict[str, Measured] = {}
-        """By the name of the tensor, once it is done."""
+        """Results by tensor name."""
 
     def __call__(self, written: Place, advance: Advance) -> None:
         """Measure all of it. ``advance`` is told the bytes of ``written`` that are done."""
@@ -159,7 +159,7 @@ class Measurement:
     ) -> None:
         """The same on other machines. What lies below ``private`` is on this machine alone, and measured here. Raises
         Stopped once ``stop`` is set, and what ``dispatch`` raises."""
-        from ckpttool.execute.machines.calls import Limits, map_over
+        from ckpttool.execute.machines.calls import CallLimits, map_over
 
         items = items_of(self._plan)
         with reading(memory=self._memory // 2, connections=self._connections):
@@ -170,16 +170,16 @@ class Measurement:
             self._conclude(mine, self._here(mine, written, advance))
         there = [item for item in items if alone.isdisjoint(item.written)]
         used = SentFiles([outputs[i - first] for i in dict.fromkeys(i for item in there for i in item.written)])
-        work = Measuring(self._sources(), outputs, self._plan.randomness, self._memory, looked_for=used)
-        limits = Limits(self._memory // 2, self._connections)
+        work = Measurer(self._sources(), outputs, self._plan.randomness, self._memory, looked_for=used)
+        limits = CallLimits(self._memory // 2, self._connections)
         sizes = [item.nbytes for item in there]
         self._conclude(there, map_over(fleet, work, there, sizes, limits, stop=stop, advance=advance))
 
-    def _conclude(self, items: Sequence[Item], found: Iterable[Measured]) -> None:
+    def _conclude(self, items: Sequence[MeasuredTensor], found: Iterable[Measured]) -> None:
         self.found |= {item.compute.name: one for item, one in zip(items, found, strict=True)}
 
-    def _here(self, items: Sequence[Item], written: Place, advance: Advance) -> Iterator[Measured]:
-        work = Measuring(self._sources(), self._outputs(written), self._plan.randomness, self._memory, advance)
+    def _here(self, items: Sequence[MeasuredTensor], written: Place, advance: Advance) -> Iterator[Measured]:
+        work = Measurer(self._sources(), self._outputs(written), self._plan.randomness, self._memory, advance)
         with closing(in_turn(_WORKERS, work.do, items, work.reads)) as found:
             yield from found
 

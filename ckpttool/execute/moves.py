@@ -51,7 +51,7 @@ class ByteRun(NamedTuple):
         return self._replace(nbytes=at), self._replace(to=self.to + at, nbytes=self.nbytes - at, start=start)
 
 
-class Move(NamedTuple):
+class StridedCopy(NamedTuple):
     """A Copy or Fill in normal form: axes by falling destination stride, without axes of one element."""
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Move(NamedTuple):
         """Bytes written."""
         return prod(self.shape) * itemsize(self.dst_dtype)
 
-    def cut(self, start: Sequence[int], stop: Sequence[int]) -> Move:
+    def cut(self, start: Sequence[int], stop: Sequence[int]) -> StridedCopy:
         """The part inside a box of the shape; the axes stay as they are."""
         return self._replace(
             shape=tuple([b - a for a, b in zip(start, stop, strict=True)]),
@@ -77,7 +77,7 @@ class Move(NamedTuple):
             start=self.start + sum([a * s for a, s in zip(start, self.src_strides, strict=True)]),
         )
 
-    def row(self, i: int) -> Move:
+    def row(self, i: int) -> StridedCopy:
         """One index of the first axis, without that axis."""
         return self._replace(
             shape=self.shape[1:],
@@ -88,13 +88,13 @@ class Move(NamedTuple):
         )
 
 
-class Slot(NamedTuple):
+class LaneMember(NamedTuple):
     """A move's place in the row of a lane."""
 
     move: int
     offset: int
     strides: tuple[int, ...]
-    """Of the move's axes after the first."""
+    """Strides in bytes of the move's axes after the first."""
 
 
 class FileRows(NamedTuple):
@@ -106,7 +106,7 @@ class FileRows(NamedTuple):
     width: int
     tail: int
     """Bytes of the last row that are needed; less than ``width`` where the gap behind a row is read along."""
-    members: tuple[Slot, ...]
+    members: tuple[LaneMember, ...]
     solid: bool
     """Every byte of the row belongs to a member (to be written) or may be read along. Otherwise there is one member,
     whose elements stand close together in memory and apart in the file."""
@@ -126,7 +126,7 @@ class RowBlock(NamedTuple):
 
     start: int
     stop: int
-    moves: tuple[Move, ...]
+    moves: tuple[StridedCopy, ...]
     reads: tuple[FileRows, ...]
     writes: tuple[FileRows, ...]
     turned: tuple[int, ...] = ()
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 class TransposeTile(NamedTuple):
     """A copy that changes the order of axes."""
 
-    move: Move
+    move: StridedCopy
 
 
 Item = Batch | RowBlock | TransposeTile
@@ -175,7 +175,7 @@ def item_files(item: Item) -> Iterator[tuple[int, int]]:
 # -- normal form
 
 
-def normal(step: Copy | Fill) -> ByteRun | Move | None:
+def normal(step: Copy | Fill) -> ByteRun | StridedCopy | None:
     """The step as a run of bytes if it is one, else in normal form; None when it moves nothing."""
     shape = step.shape
     if isinstance(step, Fill):
@@ -200,11 +200,13 @@ def normal(step: Copy | Fill) -> ByteRun | Move | None:
         dst = dst._replace(strides=tuple([dst.strides[i] for i in order]))
         src = src._replace(strides=tuple([src.strides[i] for i in order]))
     shape, (src_strides, dst_strides) = merged_axes(shape, src.strides, dst.strides)
-    move = Move(shape, dst.file, dst.offset, dst_strides, src.file, src.offset, src_strides, dst_dtype, src_dtype)
+    move = StridedCopy(
+        shape, dst.file, dst.offset, dst_strides, src.file, src.offset, src_strides, dst_dtype, src_dtype
+    )
     return _as_linear(move)
 
 
-def _as_linear(move: Move) -> ByteRun | Move:
+def _as_linear(move: StridedCopy) -> ByteRun | StridedCopy:
     if move.src_dtype != move.dst_dtype or len(move.shape) > 1:
         return move
     size = itemsize(move.dst_dtype)
@@ -219,7 +221,7 @@ def _as_linear(move: Move) -> ByteRun | Move:
 
 
 def arrange(steps: Sequence[Copy | Fill]) -> list[Item]:
-    """What moves the bytes of these steps, in the order of the destinations."""
+    """The items that move the bytes of these steps, in the order of the destinations."""
     found = [normal(s) for s in steps]
     return _arrange([m for m in found if m is not None])
 
@@ -229,19 +231,19 @@ def arrange_row(rows: RowBlock, i: int) -> list[Item]:
     return _arrange([_as_linear(m.row(i)) for m in rows.moves])
 
 
-def _arrange(found: Sequence[ByteRun | Move]) -> list[Item]:
+def _arrange(found: Sequence[ByteRun | StridedCopy]) -> list[Item]:
     linear: list[ByteRun] = []
-    moves: list[_Placed] = []
+    moves: list[_PlacedCopy] = []
     items: list[Item] = []
     for m in found:
         if isinstance(m, ByteRun):
             linear.append(m)
             continue
         if m.shape:
-            placed = _Placed.of(m)
+            placed = _PlacedCopy.of(m)
         else:  # a single element to cast
             sizes = (itemsize(m.dst_dtype),), (itemsize(m.src_dtype),)
-            placed = _Placed.of(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
+            placed = _PlacedCopy.of(m._replace(shape=(1,), dst_strides=sizes[0], src_strides=sizes[1]))
         if placed.dst.nested:
             moves.append(placed)
         else:
@@ -294,8 +296,8 @@ def _joined(items: Sequence[Item]) -> Iterator[Item]:
         yield Batch(tuple(runs))
 
 
-class _Span(NamedTuple):
-    """Where one side of a move lies in its file."""
+class _FileSpan(NamedTuple):
+    """The stretch of one side of a move in its file."""
 
     file: int
     start: int
@@ -310,7 +312,7 @@ class _Span(NamedTuple):
     """Every axis steps over all that the axes behind it reach: the file holds the axes in the order of the move."""
 
 
-def _span(file: int, start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> _Span:
+def _span(file: int, start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> _FileSpan:
     reach, nested = size, True
     for i in range(len(shape) - 1, 0, -1):
         if strides[i] < reach:
@@ -318,18 +320,18 @@ def _span(file: int, start: int, shape: Sequence[int], strides: Sequence[int], s
         reach += (shape[i] - 1) * strides[i]
     stop = start + reach + (shape[0] - 1) * strides[0]
     held = prod(shape[1:]) * size
-    return _Span(file, start, stop, start + reach, held, strides[0], nested and strides[0] >= reach)
+    return _FileSpan(file, start, stop, start + reach, held, strides[0], nested and strides[0] >= reach)
 
 
-class _Placed(NamedTuple):
+class _PlacedCopy(NamedTuple):
     """A move, and where its sides lie."""
 
-    move: Move
-    dst: _Span
-    src: _Span
+    move: StridedCopy
+    dst: _FileSpan
+    src: _FileSpan
 
     @classmethod
-    def of(cls, m: Move) -> _Placed:
+    def of(cls, m: StridedCopy) -> _PlacedCopy:
         return cls(
             m,
             _span(m.dst, m.to, m.shape, m.dst_strides, itemsize(m.dst_dtype)),
@@ -337,11 +339,11 @@ class _Placed(NamedTuple):
         )
 
 
-def _is_turned(move: Move) -> bool:
-    return bool(move.shape) and not _Placed.of(move).src.nested
+def _is_turned(move: StridedCopy) -> bool:
+    return bool(move.shape) and not _PlacedCopy.of(move).src.nested
 
 
-def _grouped(moves: Sequence[_Placed]) -> Iterator[RowBlock | TransposeTile]:
+def _grouped(moves: Sequence[_PlacedCopy]) -> Iterator[RowBlock | TransposeTile]:
     for group in _components(moves):
         for rows in _rows(group):
             if rows.turned and by_strips(rows, NOMINAL) == TILES:
@@ -355,7 +357,7 @@ def untangle(rows: RowBlock) -> Iterator[RowBlock | TransposeTile]:
     cut = [m.cut((rows.start, *[0] * len(m.shape[1:])), (rows.stop, *m.shape[1:])) for m in rows.moves]
     for i in rows.turned:
         yield TransposeTile(cut[i])
-    yield from _grouped([_Placed.of(m) for i, m in enumerate(cut) if i not in rows.turned])
+    yield from _grouped([_PlacedCopy.of(m) for i, m in enumerate(cut) if i not in rows.turned])
 
 
 STRIPS, DESCEND, TILES = "strips", "descend", "tiles"
@@ -390,7 +392,7 @@ _READ_BYTE = 0.12
 """Nanoseconds, measured: a small read, a small write that shares its pages with others, a byte of a long read."""
 
 
-def _read_cost(side: _Side, tile: Sequence[int]) -> float:
+def _read_cost(side: _AxisOrder, tile: Sequence[int]) -> float:
     """Nanoseconds per byte that is needed."""
     run, stride = side.run(tile), side.next_stride(tile)
     calls = _READ_CALL / run
@@ -399,7 +401,7 @@ def _read_cost(side: _Side, tile: Sequence[int]) -> float:
     return calls if stride else _READ_BYTE
 
 
-def _components(moves: Sequence[_Placed]) -> list[list[_Placed]]:
+def _components(moves: Sequence[_PlacedCopy]) -> list[list[_PlacedCopy]]:
     """Moves that interleave in a file, directly or through others, belong together."""
     if len(moves) < 2:
         return [[m] for m in moves]
@@ -407,11 +409,11 @@ def _components(moves: Sequence[_Placed]) -> list[list[_Placed]]:
     return joined(moves, ((group[0], i) for group in groups for i in group[1:]))
 
 
-def _targets(moves: Sequence[_Placed]) -> list[tuple[int, int, int, int]]:
+def _targets(moves: Sequence[_PlacedCopy]) -> list[tuple[int, int, int, int]]:
     return [(m.dst.file, m.dst.start, m.dst.stop, i) for i, m in enumerate(moves)]
 
 
-def _sources(moves: Sequence[_Placed]) -> list[tuple[int, int, int, int]]:
+def _sources(moves: Sequence[_PlacedCopy]) -> list[tuple[int, int, int, int]]:
     """Without transposed sources: they are read in strips, which no other move can share."""
     return [
         (m.src.file, m.src.start, m.src.stop, i) for i, m in enumerate(moves) if m.src.nested and m.src.file != ZEROS
@@ -433,7 +435,7 @@ def _overlapping(spans: list[tuple[int, int, int, int]]) -> list[list[int]]:
     return out
 
 
-def _rows(group: Sequence[_Placed]) -> Iterator[RowBlock]:
+def _rows(group: Sequence[_PlacedCopy]) -> Iterator[RowBlock]:
     """One group of rows, or one per move when the moves have no number of rows in common."""
     n = gcd(*[m.move.shape[0] for m in group])
     if n == 1 and len(group) > 1 and any(m.move.shape[0] > 1 for m in group):
@@ -447,10 +449,10 @@ def _rows(group: Sequence[_Placed]) -> Iterator[RowBlock]:
     yield RowBlock(0, n, tuple([m.move for m in group]), tuple(reads), tuple(writes), turned)
 
 
-def _unmerge(m: Move, n: int) -> _Placed:
+def _unmerge(m: StridedCopy, n: int) -> _PlacedCopy:
     inner = m.shape[0] // n
     dst, src = ((inner * strides[0], *strides) for strides in (m.dst_strides, m.src_strides))
-    return _Placed.of(m._replace(shape=(n, inner, *m.shape[1:]), dst_strides=dst, src_strides=src))
+    return _PlacedCopy.of(m._replace(shape=(n, inner, *m.shape[1:]), dst_strides=dst, src_strides=src))
 
 
 class _RowSpan(NamedTuple):
@@ -462,7 +464,7 @@ class _RowSpan(NamedTuple):
     members: list[int]
 
 
-def _row_spans(spans: Sequence[_Span], cluster: Sequence[int], gap: int) -> list[_RowSpan] | None:
+def _row_spans(spans: Sequence[_FileSpan], cluster: Sequence[int], gap: int) -> list[_RowSpan] | None:
     """The row of a cluster, joined over gaps of up to ``gap`` bytes; None when its members have no row in common."""
     stride = spans[cluster[0]].stride
     out: list[_RowSpan] = []
@@ -478,12 +480,14 @@ def _row_spans(spans: Sequence[_Span], cluster: Sequence[int], gap: int) -> list
     return out if out[-1].stop - out[0].start <= stride else None
 
 
-def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[FileRows]:
+def _write_lanes(group: Sequence[_PlacedCopy], cluster: Sequence[int]) -> Iterator[FileRows]:
     """Joined spans of the row that are written whole; a span with holes is written move by move."""
     for span in _row_spans([m.dst for m in group], cluster, 0) or ():
         if span.held == span.stop - span.start:
             first = group[span.members[0]].dst
-            members = [Slot(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members]
+            members = [
+                LaneMember(i, group[i].dst.start - span.start, group[i].move.dst_strides[1:]) for i in span.members
+            ]
             yield FileRows(first.file, span.start, first.stride, span.held, span.held, tuple(members), solid=True)
             cluster = [i for i in cluster if i not in span.members]
     for i in cluster:
@@ -491,14 +495,16 @@ def _write_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[F
         yield _loose(i, group[i].dst, m.shape[1:], m.dst_strides[1:], itemsize(m.dst_dtype))
 
 
-def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[FileRows]:
+def _read_lanes(group: Sequence[_PlacedCopy], cluster: Sequence[int]) -> Iterator[FileRows]:
     """Spans of the row that are read together, unneeded bytes in between included when they are few."""
     row = _row_spans([m.src for m in group], cluster, BRIDGE) or ()
     for span in row:
         need = span.stop - span.start
         if need <= span.held + max(BRIDGE, 3 * span.held):
             first = group[span.members[0]].src
-            members = [Slot(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members]
+            members = [
+                LaneMember(i, group[i].src.start - span.start, group[i].move.src_strides[1:]) for i in span.members
+            ]
             width = first.stride if len(row) == 1 and first.stride - need <= BRIDGE else need
             yield FileRows(first.file, span.start, first.stride, width, need, tuple(members), solid=True)
             cluster = [i for i in cluster if i not in span.members]
@@ -507,10 +513,12 @@ def _read_lanes(group: Sequence[_Placed], cluster: Sequence[int]) -> Iterator[Fi
         yield _loose(i, group[i].src, m.shape[1:], m.src_strides[1:], itemsize(m.src_dtype))
 
 
-def _loose(i: int, span: _Span, shape: Sequence[int], strides: tuple[int, ...], size: int) -> FileRows:
+def _loose(i: int, span: _FileSpan, shape: Sequence[int], strides: tuple[int, ...], size: int) -> FileRows:
     """A lane of one move whose elements stand close together in memory."""
     close = dense(shape, size)
-    return FileRows(span.file, span.start, span.stride, span.held, span.held, (Slot(i, 0, close),), close == strides)
+    return FileRows(
+        span.file, span.start, span.stride, span.held, span.held, (LaneMember(i, 0, close),), close == strides
+    )
 
 
 def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -525,7 +533,7 @@ def dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class _Parts:
+class _PartCollector:
     """Collects items into parts of at most ``limit`` bytes, where an item can be cut."""
 
     limit: int
@@ -547,13 +555,13 @@ class _Parts:
 
 def divide(items: Sequence[Item], limit: int) -> list[list[Item]]:
     """Cut items into parts of about ``limit`` bytes, in order."""
-    parts = _Parts(limit, [], [])
+    parts = _PartCollector(limit, [], [])
     _divide(items, parts)
     parts.close()
     return parts.done
 
 
-def _divide(items: Sequence[Item], parts: _Parts) -> None:
+def _divide(items: Sequence[Item], parts: _PartCollector) -> None:
     for item in items:
         size = item_bytes(item)
         if size <= parts.limit:
@@ -586,7 +594,7 @@ def _pieces(run: ByteRun, limit: int) -> Iterator[ByteRun]:
     yield run
 
 
-def tiles(move: Move, elements: int, *, decoded: bool = False) -> Iterator[Move]:
+def tiles(move: StridedCopy, elements: int, *, decoded: bool = False) -> Iterator[StridedCopy]:
     """Cut a copy into boxes of at most ``elements`` elements, in the order of the destination."""
     for start, stop in boxes(move.shape, tile_shape(move, elements, decoded=decoded)):
         yield move.cut(start, stop)
@@ -603,7 +611,7 @@ def boxes(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[int
             yield (a, *start), (b, *stop)
 
 
-def tile_shape(move: Move, elements: int, *, decoded: bool = False) -> tuple[int, ...]:
+def tile_shape(move: StridedCopy, elements: int, *, decoded: bool = False) -> tuple[int, ...]:
     """Edges of a box of at most ``elements`` elements with runs as long as possible on both sides."""
     sides = _sides(move)
     # A short write costs twice as much as a short read; but around a short run, much is decoded for nothing.
@@ -624,14 +632,14 @@ def tile_shape(move: Move, elements: int, *, decoded: bool = False) -> tuple[int
             return tuple(tile)
 
 
-def _sides(move: Move) -> tuple[_Side, _Side]:
+def _sides(move: StridedCopy) -> tuple[_AxisOrder, _AxisOrder]:
     return (
-        _Side.of(move.shape, move.src_strides, itemsize(move.src_dtype)),
-        _Side.of(move.shape, move.dst_strides, itemsize(move.dst_dtype)),
+        _AxisOrder.of(move.shape, move.src_strides, itemsize(move.src_dtype)),
+        _AxisOrder.of(move.shape, move.dst_strides, itemsize(move.dst_dtype)),
     )
 
 
-class _Side(NamedTuple):
+class _AxisOrder(NamedTuple):
     """One side of a copy: its axes from the fastest to the slowest in the file."""
 
     order: tuple[int, ...]
@@ -640,7 +648,7 @@ class _Side(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> _Side:
+    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> _AxisOrder:
         return cls(tuple(sorted(range(len(shape)), key=lambda i: (strides[i], -i))), shape, strides, size)
 
     def run(self, tile: Sequence[int]) -> int:

@@ -41,7 +41,7 @@ _STRIPS = 4 << 20
 """Least bytes for the strips of all operands: a process that only verifies has hardly an arena."""
 
 
-class Reader(Protocol):
+class OperandReader(Protocol):
     """One operand."""
 
     label: str
@@ -50,13 +50,13 @@ class Reader(Protocol):
         """Put elements ``[lo, hi)`` into the float32 ``out``; ``last`` says that nobody will ask for them again."""
 
     def pass_over(self, lo: int, hi: int) -> None:
-        """Take elements into the hash that nobody asks for."""
+        """Hash elements that are not read."""
 
     def digest(self, size: int) -> str | None:
         """The hash of all ``size`` elements as they are stored, if they have passed in order."""
 
 
-class Buffer:
+class OperandBuffer:
     """Bytes of a stretch of one operand; several operands may share one."""
 
     def __init__(self) -> None:
@@ -69,13 +69,13 @@ class Buffer:
         return self._memory[:nbytes]
 
 
-class _Strip:
+class _OperandStrip:
     """Elements ``[start, stop)`` of an operand whose neighbours lie apart in its file.
 
     The wider a strip, the longer the runs of which it is read: a chunk of a transposed matrix is a few columns of it.
     """
 
-    def __init__(self, strips: _Strips) -> None:
+    def __init__(self, strips: _OperandStrips) -> None:
         self._strips = strips
         self.start = self.stop = 0
 
@@ -85,23 +85,23 @@ class _Strip:
         return np.empty(self._strips.share, np.uint8)
 
 
-class _Strips:
+class _OperandStrips:
     """The strips of one worker's operands: together as large as the arena that stands idle while it computes."""
 
-    _all: ClassVar[WeakKeyDictionary[Mover, _Strips]] = WeakKeyDictionary()
+    _all: ClassVar[WeakKeyDictionary[Mover, _OperandStrips]] = WeakKeyDictionary()
 
     def __init__(self, room: int) -> None:
         self._room = room
-        self._open: WeakSet[_Strip] = WeakSet()
+        self._open: WeakSet[_OperandStrip] = WeakSet()
 
     @classmethod
-    def of(cls, carrier: Mover) -> _Strips:
-        """Those of this worker."""
+    def of(cls, carrier: Mover) -> _OperandStrips:
+        """The strips of this worker."""
         return cls._all.setdefault(carrier, cls(max(carrier.arena.size, _STRIPS)))
 
-    def strip(self) -> _Strip:
-        """One more. Those of the tensor before are gone by now."""
-        strip = _Strip(self)
+    def strip(self) -> _OperandStrip:
+        """Add a strip. The strips of the previous tensor are gone by now."""
+        strip = _OperandStrip(self)
         self._open.add(strip)
         return strip
 
@@ -113,7 +113,7 @@ class _Strips:
 class StoredReader:
     """A tensor as it lies in files; also gives its raw elements, and the hash of all of them once they have passed."""
 
-    def __init__(self, operand: StoredOperand, carrier: Mover, buffer: Buffer) -> None:
+    def __init__(self, operand: StoredOperand, carrier: Mover, buffer: OperandBuffer) -> None:
         self.label = operand.label
         self.dtype = numpy_dtype(operand.dtype)
         self._item = itemsize(operand.dtype)
@@ -123,7 +123,7 @@ class StoredReader:
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
         self._size = prod(operand.shape)
-        self._strip = _Strips.of(carrier).strip() if is_turned(operand.copies) else None
+        self._strip = _OperandStrips.of(carrier).strip() if is_turned(operand.copies) else None
 
     def raw(self, lo: int, hi: int, *, last: bool) -> Array:
         """Elements as they are stored; valid until the buffer's next use."""
@@ -141,7 +141,7 @@ class StoredReader:
         found: Array = memory.view(self.dtype)
         return found
 
-    def _through(self, strip: _Strip, lo: int, hi: int, memory: Bytes, *, last: bool) -> None:
+    def _through(self, strip: _OperandStrip, lo: int, hi: int, memory: Bytes, *, last: bool) -> None:
         """Take elements from the strip, and read the strip that holds them where it does not."""
         item = self._item
         while lo < hi:
@@ -181,7 +181,7 @@ def stretches(lo: int, hi: int, columns: int) -> Iterator[tuple[int, int, int, i
 class ScaledReader:
     """A quantised weight: each code times the scale of its block (and the factor of the weight)."""
 
-    def __init__(self, operand: Scaled, carrier: Mover, buffer: Buffer) -> None:
+    def __init__(self, operand: Scaled, carrier: Mover, buffer: OperandBuffer) -> None:
         self.label = operand.weight.label
         self._code = operand.code or operand.weight.dtype
         self._each = 2 if self._code == "F4" else 1
@@ -261,7 +261,7 @@ class ScaledReader:
         self._weight.pass_over(lo // self._each, -(-hi // self._each))
 
     def digest(self, size: int) -> str | None:
-        """Of the codes, without the scales."""
+        """The hash of the codes, without the scales."""
         return self._weight.digest(size // self._each)
 
     def _grid_rows(self, r0: int, r1: int) -> Iterator[tuple[int, int, int]]:
@@ -287,14 +287,14 @@ class _Scales:
     """The scales of a weight, as float32, a stretch of their grid at a time; the factor is in them."""
 
     def __init__(self, operand: Scaled, carrier: Mover) -> None:
-        self._reader = StoredReader(operand.scale, carrier, Buffer())
+        self._reader = StoredReader(operand.scale, carrier, OperandBuffer())
         self._size = prod(operand.scale.shape)
         self._dtype = operand.scale.dtype if operand.scale.dtype in ("F8_E8M0", *FORMATS) else ""
         self._factor: np.float32 | None = None
         self._divides = operand.divides
         if operand.factor is not None:
             one = np.empty(1, np.float32)
-            StoredReader(operand.factor, carrier, Buffer()).read(0, 1, one, last=True)
+            StoredReader(operand.factor, carrier, OperandBuffer()).read(0, 1, one, last=True)
             self._factor = one[0]
         self._start = self._stop = 0
         self._held = np.empty(0, np.float32)
@@ -333,13 +333,13 @@ class _Scales:
 class AdaptedReader:
     """A weight with low-rank adapters: the product is worked out for fixed groups of rows."""
 
-    def __init__(self, operand: Adapted, weight: Reader, carrier: Mover) -> None:
+    def __init__(self, operand: Adapted, weight: OperandReader, carrier: Mover) -> None:
         self.label = weight.label
         self._weight = weight
         self._columns = operand.columns
         self._rows = max(1, _PRODUCT // self._columns)
         self._dtype = numpy_dtype(operand.dtype)
-        self._terms = [_Term(t, carrier) for t in operand.terms]
+        self._terms = [_AdapterTerm(t, carrier) for t in operand.terms]
 
     def read(self, lo: int, hi: int, out: Array, *, last: bool) -> None:
         self._weight.read(lo, hi, out, last=last)
@@ -354,7 +354,7 @@ class AdaptedReader:
             cast(out, rounded)
             cast(rounded, out)
 
-    def _add(self, term: _Term, r0: int, r1: int, lo: int, hi: int, out: Array) -> None:
+    def _add(self, term: _AdapterTerm, r0: int, r1: int, lo: int, hi: int, out: Array) -> None:
         """Add rows ``[r0, r1)`` of a term to the part of them that lies in ``[lo, hi)``."""
         product = term.product(r0 - term.row, r1 - term.row)
         columns, left = self._columns, term.column
@@ -370,20 +370,20 @@ class AdaptedReader:
         self._weight.pass_over(lo, hi)
 
     def digest(self, size: int) -> str | None:
-        """Of the weight, without the adapters."""
+        """The hash of the weight, without the adapters."""
         return self._weight.digest(size)
 
 
-class _Term:
+class _AdapterTerm:
     """One adapter's share: the factor [rank, columns] is held, the rows of the other are read as they are needed."""
 
     def __init__(self, term: LowRank, carrier: Mover) -> None:
         self.row, self.column = term.row, term.column
         self.rows, self._rank = term.up.shape
         self._factor = np.float32(term.factor)
-        self._up = StoredReader(term.up, carrier, Buffer())
+        self._up = StoredReader(term.up, carrier, OperandBuffer())
         down = np.empty(prod(term.down.shape), np.float32)
-        StoredReader(term.down, carrier, Buffer()).read(0, down.size, down, last=True)
+        StoredReader(term.down, carrier, OperandBuffer()).read(0, down.size, down, last=True)
         self._down = Factor(down.reshape(term.down.shape))
         self._held: tuple[int, int, Array] | None = None
 
@@ -401,7 +401,7 @@ class _Term:
 class GatheredReader:
     """Rows picked from other operands."""
 
-    def __init__(self, operand: Gathered, sources: Sequence[Reader]) -> None:
+    def __init__(self, operand: Gathered, sources: Sequence[OperandReader]) -> None:
         self.label = sources[0].label
         self._sources = sources
         self._columns = operand.shape[-1]
@@ -466,8 +466,8 @@ class GatheredReader:
         return self._held[1]
 
 
-def reader(operand: Operand, carrier: Mover, buffer: Callable[[], Buffer]) -> Reader:
-    """What reads an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
+def reader(operand: Operand, carrier: Mover, buffer: Callable[[], OperandBuffer]) -> OperandReader:
+    """The reader of an operand; ``buffer`` gives the place for raw elements of a tensor that is read forwards."""
     if isinstance(operand, StoredOperand):
         return StoredReader(operand, carrier, buffer())
     if isinstance(operand, Scaled):

@@ -1,4 +1,4 @@
-"""What a run is told and what it tells: options, progress and result. Plain data, no I/O."""
+"""Options, progress and result of a run. Plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Advance = Callable[[int], None]
 
 
 def unwatched(_nbytes: int) -> None:
-    """``Advance`` when nobody wants to know."""
+    """No-op progress callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Member:
     """One of several processes that share a run, each of which does its part."""
 
     number: int
-    """From 1."""
+    """Number of the part, from 1."""
     of: int
     """How many there are."""
 
@@ -42,7 +42,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a run of several processes stands when one of them is done."""
+    """State of a run of several processes when one of them is done."""
 
     member: Member
     committed: bool
@@ -72,7 +72,7 @@ class OnFleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to execute a plan. Nothing here changes the bytes that are written."""
+    """Options of a run. None of them changes the bytes that are written."""
 
     memory: int = 64 * MIB
     """Bytes for all buffers together."""
@@ -83,7 +83,7 @@ class RunOptions:
     force: bool = False
     """Replace an existing DST, and drop what an interrupted run left."""
     resume: bool = False
-    """Go on with what an interrupted run of the same plan left."""
+    """Continue an interrupted run of the same plan."""
     create_pr: bool = False
     """A DST on the Hugging Face Hub gets a pull request, and not a commit."""
     manifest: bool = False
@@ -94,7 +94,7 @@ class RunOptions:
     measure: Callable[[Place, Advance], None] | None = None
     """Called like ``verify``, after it. What it finds out may stand in late files, which are written again then."""
     prove: Proof | None = None
-    """Of a run with a ``member``: compares a share of a DST that is there already with the sources, or all of one that
+    """For a run with a ``member``: compares a share of a DST that is there already with the sources, or all of one that
     this member completes, where another one was asked to verify it."""
     late_files: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Further small files, by name, that cannot be known before. Called when everything is written, with the hashes
@@ -172,7 +172,7 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run did."""
+    """Result of a run: bytes, seconds, checksums and notes."""
 
     bytes_read: int
     bytes_written: int
@@ -192,7 +192,7 @@ class RunResult:
     manifest: list[Checksum] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     standing: Standing | None = None
-    """Of a run with a ``member``."""
+    """State of all parts of a run with a ``member``."""
 
     @property
     def committed(self) -> bool:

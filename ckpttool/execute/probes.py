@@ -22,7 +22,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
-    """What was found out in one directory; None for what could not be tried."""
+    """Findings about one directory; None for what could not be tried."""
 
     kind: str
     """``ext4``; "" where the system does not say."""

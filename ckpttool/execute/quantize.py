@@ -22,10 +22,10 @@ from ckpttool.core.plan import Adapted, Operand, Quantize, Result, StoredOperand
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.files import SECTOR
-from ckpttool.execute.operands import Buffer, Reader, StoredReader, reader
+from ckpttool.execute.operands import OperandBuffer, OperandReader, StoredReader, reader
 from ckpttool.execute.permute import Array
 from ckpttool.execute.reader import Bytes
-from ckpttool.execute.strided import Behind, Emit, Seen, as_in_file, scatter, unseen
+from ckpttool.execute.strided import Emit, Seen, WriteBehind, as_in_file, scatter, unseen
 from ckpttool.kernels.quantize import NotFiniteError, Rounder, ScaleError
 
 PART = 8 << 20
@@ -38,12 +38,12 @@ _PANEL = 4 << 20
 """Elements of the largest panel: more makes no longer reads that would be faster."""
 
 
-class Grid(NamedTuple):
+class BandGrid(NamedTuple):
     """A weight as matrices of bands."""
 
     matrices: int
     rows: int
-    """Of a matrix."""
+    """Rows of a matrix."""
     columns: int
     tall: int
     """Rows of a band."""
@@ -52,12 +52,12 @@ class Grid(NamedTuple):
 
     @property
     def bands(self) -> int:
-        """Of a matrix."""
+        """Bands of a matrix."""
         return -(-self.rows // self.tall)
 
     @property
     def grains(self) -> int:
-        """Of all matrices."""
+        """Grains of all matrices."""
         return self.matrices * -(-self.rows // self.grain)
 
     @property
@@ -76,15 +76,15 @@ class Grid(NamedTuple):
             at += n
 
 
-def grid_of(step: Quantize) -> Grid:
-    """How the weight of a step lies in bands."""
+def grid_of(step: Quantize) -> BandGrid:
+    """The band grid of a step's weight."""
     *lead, rows, columns = step.shape if len(step.shape) > 1 else (1, *(step.shape or (1,)))
     matrices = prod(lead)
     whole = step.rounding.block[0] == 0
     if whole and _size(step, "scales") == 1:  # one scale for all matrices
         matrices, rows = 1, matrices * rows
     tall = max(1, min(step.rounding.block[0] or rows, rows))
-    return Grid(matrices, rows, columns, tall, 1 if whole else tall)
+    return BandGrid(matrices, rows, columns, tall, 1 if whole else tall)
 
 
 def _size(step: Quantize, role: str) -> int:
@@ -92,7 +92,7 @@ def _size(step: Quantize, role: str) -> int:
 
 
 def parts_of(step: Quantize) -> int:
-    """How many parts a quantised tensor has."""
+    """Number of parts of a quantised tensor."""
     grid = grid_of(step)
     return max(1, -(-grid.grains // grid.each))
 
@@ -114,7 +114,7 @@ def _holds(step: Quantize, result: Result) -> int:
     return prod(step.shape) if result.role == "codes" else prod(result.shape)
 
 
-def _ranges(grid: Grid, result: Result, part: int) -> Iterator[tuple[int, int]]:
+def _ranges(grid: BandGrid, result: Result, part: int) -> Iterator[tuple[int, int]]:
     """Elements of a result that belong to a part; every one belongs to just one."""
     if result.role == "codes":
         for matrix, r0, r1 in grid.rows_of(part):
@@ -139,15 +139,15 @@ def kind_of(operand: Operand) -> str:
 
 
 @dataclass(slots=True)
-class Quantizing:
-    """Quantises tensors through one ``Mover``."""
+class Quantizer:
+    """Quantises tensors, reading and writing through one ``Mover``."""
 
     carrier: Mover
     memory: int
     emit: Emit | None = None
     """What becomes of a stretch of a result, by default it is written; see ``scatter``."""
     _arrays: dict[str, Bytes] = field(default_factory=dict)
-    buffer: Buffer = field(default_factory=Buffer)
+    buffer: OperandBuffer = field(default_factory=OperandBuffer)
 
     def run(self, step: Quantize, done: Collection[int], seen: Seen = unseen) -> Iterator[int | dict[str, str]]:
         """Quantise one tensor; parts in ``done`` are written already.
@@ -156,8 +156,8 @@ class Quantizing:
         Raises CorruptError for an element that is not finite.
         """
         self.buffer.holds = None
-        writing = Behind(self.emit or scatter)
-        work = _Work(self, step, writing, seen)
+        writing = WriteBehind(self.emit or scatter)
+        work = _TensorQuantizer(self, step, writing, seen)
         count = parts_of(step)
         try:
             for number in range(count):
@@ -187,16 +187,16 @@ class Quantizing:
         return found[:nbytes]
 
 
-class _Work:
-    """One tensor."""
+class _TensorQuantizer:
+    """Quantises one tensor."""
 
-    def __init__(self, owner: Quantizing, step: Quantize, writing: Behind, seen: Seen) -> None:
+    def __init__(self, owner: Quantizer, step: Quantize, writing: WriteBehind, seen: Seen) -> None:
         self.owner = owner
         self._writing = writing
         self._turn = False
         self.step = step
         self.grid = grid = grid_of(step)
-        self.source: Reader = reader(step.operand, owner.carrier, lambda: owner.buffer)
+        self.source: OperandReader = reader(step.operand, owner.carrier, lambda: owner.buffer)
         kind = kind_of(step.operand)
         self.rounder = Rounder(step.rounding, kind, max(grid.rows, 1), max(grid.columns, 1))
         if self.rounder.packed and grid.columns % 2:
@@ -365,7 +365,7 @@ class _Work:
     def _largest_of(self, operand: Operand) -> Array:
         """The bits of the largest magnitude of a weight that shares the factor, uint32 [1, 1]."""
         most = np.zeros((1, 1), np.uint32)
-        source = reader(operand, self.owner.carrier, Buffer)
+        source = reader(operand, self.owner.carrier, OperandBuffer)
         size = prod(shape_of(operand))
         for lo in range(0, size, self.room):
             hi = min(size, lo + self.room)

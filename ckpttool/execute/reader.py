@@ -20,7 +20,7 @@ from ckpttool.core.geometry import Box
 from ckpttool.core.plan import Block
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.files import Medium
-from ckpttool.execute.moves import BRIDGE, Move, dense, tiles
+from ckpttool.execute.moves import BRIDGE, StridedCopy, dense, tiles
 from ckpttool.execute.permute import Array, Permuter
 from ckpttool.execute.remote import AHEAD, open_medium
 
@@ -163,7 +163,7 @@ def _fill(pool: Medium, path: Contents, offset: int, strides: tuple[int, ...], o
         pool.read(path, at, (buffer,), once=False)
 
     flat = out.reshape(-1).view(np.uint8)
-    move = Move(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
+    move = StridedCopy(out.shape, 0, 0, dense(out.shape, out.itemsize), 0, offset, strides, dtype, dtype)
     scratch = np.empty(min(_SCRATCH if isinstance(path, str) else GAPS, max(out.itemsize, out.nbytes)), np.uint8)
     shape, steps = _long_axes(out.shape, strides)
     if all(a >= b for a, b in itertools.pairwise(steps)):
@@ -175,7 +175,7 @@ def _fill(pool: Medium, path: Contents, offset: int, strides: tuple[int, ...], o
         read_turned(read, part, target, scratch, turn)
 
 
-def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
+def kinds(move: StridedCopy) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """numpy types of both sides: the float types of a cast, else integers of that size, which move any bits fastest."""
     if move.src_dtype == move.dst_dtype:
         raw = np.dtype(f"u{itemsize(move.dst_dtype)}")
@@ -183,7 +183,7 @@ def kinds(move: Move) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return numpy_dtype(move.src_dtype), numpy_dtype(move.dst_dtype)
 
 
-def read_turned(read: ReadAt, move: Move, target: Array, scratch: Bytes, turn: Permuter) -> None:
+def read_turned(read: ReadAt, move: StridedCopy, target: Array, scratch: Bytes, turn: Permuter) -> None:
     """Fill ``target`` from a move's source, which is read in the order of the file, a scratch buffer at a time."""
     shape, strides = _long_axes(move.shape, move.src_strides)
     order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))

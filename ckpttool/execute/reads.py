@@ -22,7 +22,7 @@ from ckpttool.core.plan import (
 )
 from ckpttool.execute.ahead import GAP
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, Move, RowBlock, TransposeTile
+from ckpttool.execute.moves import ZEROS, Batch, FileRows, Item, RowBlock, StridedCopy, TransposeTile
 from ckpttool.execute.reader import block_reads
 from ckpttool.execute.strided import is_turned
 from ckpttool.kernels.merge import METHODS
@@ -73,13 +73,13 @@ def _row(item: RowBlock, lane: FileRows) -> int:
     return reach + itemsize(move.src_dtype)
 
 
-def _move_reads(move: Move) -> Iterator[Range]:
+def _move_reads(move: StridedCopy) -> Iterator[Range]:
     if move.src != ZEROS:
         yield from block_reads(Block(move.src, move.start, move.src_strides), move.shape, itemsize(move.src_dtype))
 
 
 def check_reads(step: Checking) -> Iterator[Range]:
-    """What a comparison reads."""
+    """The byte ranges that a comparison reads."""
     if 0 in step.shape:
         return
     if isinstance(step, AssertEqual):

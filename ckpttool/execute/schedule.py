@@ -44,7 +44,7 @@ _BATCH_UNITS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PairCheck:
     """A Same or Padding step, or a slice of one that begins at element ``first``."""
 
     step: AssertEqual | AssertPadding
@@ -63,7 +63,7 @@ class Part:
     unit: int = -1
     """A whole unit, which is arranged together with its neighbours in the task; -1 otherwise."""
     items: Sequence[Item] = ()
-    checks: Sequence[Check] = ()
+    checks: Sequence[PairCheck] = ()
     carried: int = -1
     """Output that is a companion file, copied whole; -1 otherwise."""
     compute: tuple[int, int] = (-1, 0)
@@ -76,7 +76,7 @@ class Task:
 
     parts: list[Part]
     targets: list[tuple[str, WrittenTensor]] = field(default_factory=list)
-    """Stored tensors that the parts complete, with the keys of their checksums in the journal."""
+    """StoredOperand tensors that the parts complete, with the keys of their checksums in the journal."""
     computing: int = -1
     """Unit with computed tensors, all of whose parts these are; -1 otherwise."""
     slice_of: int = -1
@@ -120,9 +120,9 @@ class Schedule(Sequence[Task]):
         self._units = plan.packed()
         self._measures = list(self._units.measure())
         self._made: dict[int, list[Task]] = {}
-        """Of large units, those that had to be cut up here."""
+        """Parts of the large units that were cut up here, by unit."""
         self._last: tuple[int, list[Task]] = (-1, [])
-        self._groups: list[_Group] = []
+        self._groups: list[_TaskGroup] = []
         self._starts = array("q")
         """The first task of each group."""
         self._length = 0
@@ -131,10 +131,10 @@ class Schedule(Sequence[Task]):
     def _group(self, large: Mapping[int, tuple[int, int]] | None) -> None:
         """Number all tasks and parts."""
         number = held = 0
-        batch: _Group | None = None
+        batch: _TaskGroup | None = None
         for i, output in enumerate(self._plan.outputs):
             if output.carried:
-                self._add(_Group(number, carried=i), 1)
+                self._add(_TaskGroup(number, carried=i), 1)
                 number += 1
         for u, (written, checked, _, computes) in enumerate(self._measures):
             if computes or written > self._limit or checked > self._limit:
@@ -143,19 +143,19 @@ class Schedule(Sequence[Task]):
                     tasks, parts = len(made), sum([len(t.parts) for t in made])
                 else:
                     tasks, parts = large[u]
-                self._add(_Group(number, large=u), tasks)
+                self._add(_TaskGroup(number, large=u), tasks)
                 number += parts
                 batch = batch if computes else None
                 continue
             if batch is None or held + written + checked > _BATCH or len(batch.units) >= 2 * _BATCH_UNITS:
-                batch = _Group(number, units=array("q"))
+                batch = _TaskGroup(number, units=array("q"))
                 self._add(batch, 1)
                 held = 0
             held += written + checked
             batch.units.extend((u, number))
             number += 1
 
-    def _add(self, group: _Group, tasks: int) -> None:
+    def _add(self, group: _TaskGroup, tasks: int) -> None:
         self._starts.append(self._length)
         self._groups.append(group)
         self._length += tasks
@@ -176,7 +176,7 @@ class Schedule(Sequence[Task]):
         return tasks + [Task([p], slice_of=u) for p in judged]
 
     def _tasks(self, at: int) -> list[Task]:
-        """Of a group."""
+        """The tasks of a group."""
         group = self._groups[at]
         if (i := group.carried) >= 0:
             return [Task([Part(group.first, self._plan.outputs[i].size, (i,), carried=i)])]
@@ -191,7 +191,7 @@ class Schedule(Sequence[Task]):
         return [task]
 
     def computing(self) -> list[Task]:
-        """Those of units with computed tensors."""
+        """The tasks of units with computed tensors."""
         computes = [at for at, g in enumerate(self._groups) if g.large >= 0 and self._measures[g.large].computes]
         return [task for at in computes for task in self._tasks(at)]
 
@@ -226,7 +226,7 @@ def large_units(tasks: Iterable[Task]) -> dict[int, tuple[int, int]]:
     return found
 
 
-class _Group(NamedTuple):
+class _TaskGroup(NamedTuple):
     """Tasks that are made together: a carried file, small units in one task, or a large unit."""
 
     first: int
@@ -254,23 +254,23 @@ def computing_task(unit: Unit, number: int, first: int, limit: int, hashes: Sequ
 
 
 def sum_key(unit: int, target: int, algorithm: str) -> str:
-    """Of the hash of a stored tensor, in the journal."""
+    """Key of a stored tensor's hash in the journal."""
     return f"{unit}.{target}" + ("" if algorithm == ALGORITHM else f":{algorithm}")
 
 
 def _targets(stored: Sequence[WrittenTensor], unit: int, hashes: Sequence[str]) -> list[tuple[str, WrittenTensor]]:
-    """What a unit, or a task of one, completes."""
+    """The stored tensors that a unit, or a task of one, completes."""
     return [(sum_key(unit, t, h), target) for t, target in enumerate(stored) for h in hashes]
 
 
 def _moved_parts(unit: Unit, limit: int) -> list[Part]:
-    """What a unit moves, in parts without numbers."""
+    """The parts of a unit that move bytes, without numbers."""
     moves = separate(unit)[0]
     return [Part(0, sum(map(item_bytes, p)), _files(p), items=p) for p in divide(arrange(moves), limit)]
 
 
 def _computed_parts(unit: Unit) -> Iterator[Part]:
-    """What a unit works out, in parts without numbers."""
+    """The computed parts of a unit, without numbers."""
     for i, step in enumerate(unit.steps):
         if not isinstance(step, Compute | Quantize):
             continue
@@ -303,21 +303,21 @@ def _files(items: Sequence[Item]) -> tuple[int, ...]:
 
 
 def separate(unit: Unit) -> tuple[list[Copy | Fill], list[AssertEqual | AssertPadding]]:
-    """What a unit moves, and what it checks."""
+    """The steps of a unit that move bytes, and those that compare."""
     moves = [step for step in unit.steps if isinstance(step, Copy | Fill)]
     return moves, [step for step in unit.steps if isinstance(step, AssertEqual | AssertPadding)]
 
 
-def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[Check]:
+def _slices(step: AssertEqual | AssertPadding, limit: int) -> Iterator[PairCheck]:
     """A large comparison in slices along its first axis. Padding is judged whole: rows must agree in what they are."""
     bits = lookup(step.dtype).bits
     size = prod(step.shape) * bits // 8
     if isinstance(step, AssertPadding) or size <= limit or bits % 8 or not step.shape:
-        yield Check(step)
+        yield PairCheck(step)
         return
     row = prod(step.shape[1:])
     rows = max(1, limit * 8 // bits // row)
     for a in range(0, step.shape[0], rows):
         shape = (min(rows, step.shape[0] - a), *step.shape[1:])
         x, y = (block._replace(offset=block.offset + a * block.strides[0]) for block in (step.a, step.b))
-        yield Check(step._replace(a=x, b=y, shape=shape), a * row)
+        yield PairCheck(step._replace(a=x, b=y, shape=shape), a * row)

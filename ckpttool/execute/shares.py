@@ -39,7 +39,7 @@ def cut(plan: Plan, tasks: Sequence[Task], count: int) -> list[list[int]]:
     A share is a run of tasks in the order of what they write, which keeps together what writes into the same stretches.
     Some are empty where tasks are few, or one of them is most of the work.
     """
-    return Survey(plan, tasks).cut(count)
+    return TaskSurvey(plan, tasks).cut(count)
 
 
 def shared_pages(plan: Plan, tasks: Sequence[Task], shares: Sequence[Sequence[int]]) -> list[dict[int, list[int]]]:
@@ -48,11 +48,11 @@ def shared_pages(plan: Plan, tasks: Sequence[Task], shares: Sequence[Sequence[in
 
     Tasks that are in no share have been done before, and count for nothing.
     """
-    return Survey(plan, tasks).shared_pages(shares)
+    return TaskSurvey(plan, tasks).shared_pages(shares)
 
 
-class Survey:
-    """What each task weighs and where it writes: for several questions about the same tasks."""
+class TaskSurvey:
+    """Weights and output extents of the tasks of a plan."""
 
     def __init__(self, plan: Plan, tasks: Sequence[Task]) -> None:
         self.plan = plan
@@ -93,13 +93,13 @@ class Survey:
         order = np.flatnonzero(start < stop)  # steps that compare have a source where others have an output
         order = order[np.argsort(self._base[output[order]] + start[order], kind="stable")]
         self.task: _Numbers = owner[order]
-        """Of each extent that is not empty, in the order of outputs and offsets."""
+        """The task of each non-empty extent, in the order of outputs and offsets."""
         self.output: _Numbers = output[order]
         self.start: _Numbers = start[order]
         self.stop: _Numbers = stop[order]
 
     def cut(self, count: int) -> list[list[int]]:
-        """As ``cut``."""
+        """Split the tasks into ``count`` shares of similar weight; see the function ``cut``."""
         shares: list[list[int]] = [[] for _ in range(count)]
         groups = self._groups()
         total, before = max(sum(self.weights), 1), 0
@@ -139,7 +139,7 @@ class Survey:
         return groups
 
     def shared_pages(self, shares: Sequence[Sequence[int]]) -> list[dict[int, list[int]]]:
-        """As ``shared_pages``."""
+        """The pages that each share must not write; see the function ``shared_pages``."""
         nobody, literals = len(shares) + 1, len(shares)
         share_of = np.full(self._count, nobody, np.int64)
         for s, share in enumerate(shares):

@@ -197,10 +197,10 @@ passes than they are known to, so the count may stand still and may jump; it nev
 
 
 def unseen(_elements: int, _of: int) -> None:
-    """Nobody wants to know."""
+    """No-op progress callback."""
 
 
-class Behind:
+class WriteBehind:
     """Writes one stretch of a result while the next one is worked out; a direct write would only be waited for."""
 
     def __init__(self, emit: Emit) -> None:

@@ -28,10 +28,10 @@ from ckpttool.core.words import count
 from ckpttool.errors import VerifyError
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.compare import Comparison, Difference, catalog_of, comparisons, joined
-from ckpttool.execute.compute import Computing
+from ckpttool.execute.compute import TensorComputer
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.options import Advance, unwatched
-from ckpttool.execute.quantize import Quantizing
+from ckpttool.execute.quantize import Quantizer
 from ckpttool.execute.reader import Reads, in_turn, reading
 from ckpttool.execute.reads import operands_at_hand
 from ckpttool.execute.strided import compare
@@ -210,7 +210,7 @@ class Checker:
         self._memory = memory
         self._advance = advance
         self._catalogs = [(catalog_of(s.source), catalog_of(s.written)) for s in sides]
-        self._recomputing: dict[int, tuple[Mover, Computing, Quantizing]] = {}
+        self._recomputing: dict[int, tuple[Mover, TensorComputer, Quantizer]] = {}
         self._one = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -256,13 +256,13 @@ class Checker:
         self._advance(nbytes - told)
         return None
 
-    def _tools(self, side: Sides) -> tuple[Mover, Computing, Quantizing]:
+    def _tools(self, side: Sides) -> tuple[Mover, TensorComputer, Quantizer]:
         with reading() as pool:
             paths = [str(f.place) for f in side.written]
             carrier = Mover([f.contents for f in side.source], paths, pool, 1 << 20, threading.Event())
             memory = self._memory - (pool.ahead if any(map(pool.is_far, carrier.sources)) else 0)
             draws = tensor_draws(side.randomness)
-            return carrier, Computing(carrier, memory, draws, compare), Quantizing(carrier, memory, compare)
+            return carrier, TensorComputer(carrier, memory, draws, compare), Quantizer(carrier, memory, compare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Verification:
         What lies below ``private`` is on this machine alone, and verified here. Raises Stopped once ``stop`` is set,
         and what ``dispatch`` raises.
         """
-        from ckpttool.execute.machines.calls import Limits, map_over
+        from ckpttool.execute.machines.calls import CallLimits, map_over
 
         with reading(memory=self.memory // 2, connections=self.connections):
             checks = self.look(written)
@@ -311,7 +311,7 @@ class Verification:
         used = dict.fromkeys((c.side, i) for c in there for i in c.written)
         outputs = SentFiles([checks.sides[side].written[i]._replace(tag="", encoding=None) for side, i in used])
         work = Checker(checks.sides, self.memory, outputs=outputs)
-        limits = Limits(self.memory // 2, self.connections)
+        limits = CallLimits(self.memory // 2, self.connections)
         done = map_over(fleet, work, there, [c.nbytes for c in there], limits, stop=stop, advance=advance)
         first = iter(found)
         checks.conclude((c, next(first if is_here else done)) for c, is_here in zip(checks.checks, here, strict=True))

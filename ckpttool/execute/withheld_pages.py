@@ -30,7 +30,7 @@ class Edge(NamedTuple):
 
 
 class _Page:
-    """What was written to a page that is held."""
+    """Bytes written to a withheld page."""
 
     __slots__ = ("data", "fresh", "known")
 
@@ -38,10 +38,10 @@ class _Page:
         self.data: _Bytes = np.zeros(shares.PAGE, np.uint8)
         self.known: _Mask = np.zeros(shares.PAGE, bool)
         self.fresh: _Mask = np.zeros(shares.PAGE, bool)
-        """Since somebody last took it."""
+        """Bytes written since the last ``take``."""
 
     def runs(self) -> Iterator[tuple[int, bytes]]:
-        """What is fresh: (first byte, bytes)."""
+        """The fresh runs of bytes: (first byte, bytes)."""
         changes = np.flatnonzero(self.fresh[1:] != self.fresh[:-1]) + 1
         ends = [*[0] * int(self.fresh[0]), *changes.tolist(), *[len(self.fresh)] * int(self.fresh[-1])]
         for a, b in zip(ends[::2], ends[1::2], strict=True):
@@ -49,7 +49,7 @@ class _Page:
 
 
 class WithholdingMedium:
-    """A medium that keeps what is written to the pages that it is told to hold.
+    """A medium that keeps in memory what is written to withheld pages.
 
     It holds nothing at first, and is the medium that it was made of then.
     """
@@ -67,7 +67,7 @@ class WithholdingMedium:
             self._pages = {}
 
     def take(self) -> list[Edge]:
-        """What was kept since this was last called; it can still be read."""
+        """The bytes kept since the last call; they can still be read."""
         with self._lock:
             found = []
             for path, pages in self._pages.items():
@@ -109,7 +109,7 @@ class WithholdingMedium:
             page.known[a:b] = page.fresh[a:b] = True
 
     def read(self, path: Contents, offset: int, buffers: Sequence[memoryview], *, once: bool = True) -> None:
-        """What was kept is read from where it is kept."""
+        """Read from the file, and from the kept pages."""
         self._medium.read(path, offset, buffers, once=once)
         if not isinstance(path, str) or path not in self._pages:
             return

@@ -60,8 +60,8 @@ def can_fork() -> bool:
     return sys.platform == "linux" and threads == 1
 
 
-class _Parent(Protocol):
-    """Whoever has forked the workers."""
+class _WorkerParent(Protocol):
+    """The process that has forked the workers."""
 
     def status(self, number: int) -> int:
         """Wait for a worker that has ended. Returns its exit code, or minus the signal that killed it."""
@@ -73,10 +73,10 @@ class _Parent(Protocol):
         """After the threads that ask for a ``status`` have ended."""
 
 
-class Worker:
+class WorkerProcess:
     """The side of one worker that gives it orders."""
 
-    def __init__(self, number: int, parent: _Parent, orders: int, answers: int) -> None:
+    def __init__(self, number: int, parent: _WorkerParent, orders: int, answers: int) -> None:
         self._number = number
         self._parent = parent
         self._orders = orders
@@ -126,7 +126,7 @@ class Worker:
 class ProcessPool:
     """Workers, and the process that they are children of."""
 
-    def __init__(self, workers: list[Worker], parent: _Parent) -> None:
+    def __init__(self, workers: list[WorkerProcess], parent: _WorkerParent) -> None:
         self.workers = workers
         self._parent = parent
 
@@ -149,31 +149,31 @@ def spawn(
     """Start workers; None where that is not possible.
 
     ``serve`` is called in each of them and makes what carries out its orders. Where this process cannot be forked,
-    ``entry`` ("module:function") is called in a fresh interpreter, and calls ``help_out``, which makes it of ``job``.
+    ``entry`` ("module:function") is called in a fresh interpreter, and calls ``run_helper``, which makes it of ``job``.
     A job that only a fork can know is None. ``keep`` are descriptors that stay open in all of them: locks.
     """
     pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
     ends = [(order_read, answer_write) for order_read, _, _, answer_write in pipes]
     ours = [fd for _, order_write, answer_read, _ in pipes for fd in (order_write, answer_read)]
-    parent: _Parent | None = None
+    parent: _WorkerParent | None = None
     try:
         if can_fork():
-            parent = _Forked(ends, ours, serve)
+            parent = _ForkedWorkers(ends, ours, serve)
         elif job is not None:
-            parent = _Helper.start(ends, job, entry, keep)
+            parent = _HelperProcess.start(ends, job, entry, keep)
         elif sys.platform == "linux" and threading.active_count() == 1:
             with warnings.catch_warnings():  # threads of numpy's library, which knows how to be forked
                 warnings.simplefilter("ignore", DeprecationWarning)
-                parent = _Forked(ends, ours, serve)
+                parent = _ForkedWorkers(ends, ours, serve)
     finally:
         for fd in [fd for pair in ends for fd in pair] + ([] if parent else ours):
             os.close(fd)
     if parent is None:
         return None
-    return ProcessPool([Worker(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
+    return ProcessPool([WorkerProcess(i, parent, write, read) for i, (_, write, read, _) in enumerate(pipes)], parent)
 
 
-class _Forked:
+class _ForkedWorkers:
     """Workers that are children of this process."""
 
     def __init__(self, ends: Sequence[tuple[int, int]], others: Sequence[int], serve: Callable[[], Serve]) -> None:
@@ -206,10 +206,10 @@ class _Forked:
             self.status(number)
 
     def close(self) -> None:
-        """Nothing is open but the pipes of the workers."""
+        """Does nothing: only the pipes of the workers are open."""
 
 
-class _Helper:
+class _HelperProcess:
     """Workers that are children of a fresh interpreter, which says how they ended."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -220,8 +220,8 @@ class _Helper:
     @classmethod
     def start(
         cls, ends: Sequence[tuple[int, int]], job: dict[str, Any], entry: str, keep: Sequence[int]
-    ) -> _Helper | None:
-        """Start the interpreter; None when it cannot be started, is no interpreter, or imports another ckpttool."""
+    ) -> _HelperProcess | None:
+        """Start the interpreter; None when it cannot start, is not an interpreter, or imports another ckpttool."""
         if sys.platform != "linux" or not sys.executable or getattr(sys, "frozen", False):
             return None
         module, function = entry.split(":")
@@ -287,13 +287,13 @@ class _Helper:
                     stream.close()
 
 
-def help_out(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoReturn:
+def run_helper(server: Callable[[dict[str, Any]], Callable[[], Serve]]) -> NoReturn:
     """The life of a helper: reads the job, forks the workers and waits for them. ``server`` makes them of the job."""
     said = json.loads(sys.stdin.buffer.readline())
     _die_with(said["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ends = [(orders, answers) for orders, answers in said["ends"]]
-    forked = _Forked(ends, (), server(said["job"]))
+    forked = _ForkedWorkers(ends, (), server(said["job"]))
     for fd in [fd for pair in ends for fd in pair]:
         os.close(fd)
 
@@ -323,7 +323,7 @@ def _die_with(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    """What the system does elsewhere: end when the parent has."""
+    """End this process when its parent has ended, where the system does not do that."""
     while os.getppid() == parent:
         time.sleep(_LOOK)
     os._exit(1)

@@ -22,10 +22,10 @@ from typing import Any, Protocol, TypeVar
 from ckpttool.core.plan import Output, Plan
 from ckpttool.execute.blocks import Mover
 from ckpttool.execute.checks import check
-from ckpttool.execute.compute_worker import ComputeWorker, Job, edges, is_known, order, server
+from ckpttool.execute.compute_worker import ComputeJob, ComputeWorker, edges, is_known, order, server
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.files import Fence, Medium, Stopped, create, share
-from ckpttool.execute.hashing import Sums
+from ckpttool.execute.hashing import TensorHashes
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, operand_keys, part_limit
@@ -35,7 +35,7 @@ from ckpttool.execute.worker_pool import Answer, ProcessPool, Serve, spawn
 _T = TypeVar("_T")
 
 _Duty = tuple[str, Callable[[], Any], Callable[[Any], None]]
-"""Of a thread: its name, where it takes what is next, and what it does with that."""
+"""A thread's name, the function that gives its next task, and the one that does it."""
 
 _MIB = 1 << 20
 _SMALLEST_ARENA = 64 << 10
@@ -51,7 +51,7 @@ _RECORD_EVERY = 2.0
 
 
 class Watcher(Protocol):
-    """Whoever has tasks carried out. All but ``record`` are called by the thread that waits for them."""
+    """Receives the progress of tasks. All but ``record`` are called by the thread that waits for them."""
 
     def finished(self, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         """Parts are written, and these checksums known; they will be recorded."""
@@ -64,7 +64,7 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class Record:
+class FinishedParts:
     """Parts that a worker has finished."""
 
     parts: list[Part]
@@ -78,11 +78,11 @@ class CompletionQueue:
         self.batch = batch
         self.wake = threading.Event()
         self._most = most
-        self._records: deque[Record] = deque()
+        self._records: deque[FinishedParts] = deque()
         self._changed = threading.Condition()
         self._unsaved = 0
 
-    def post(self, record: Record, stop: threading.Event) -> None:
+    def post(self, record: FinishedParts, stop: threading.Event) -> None:
         """Add a record. Waits while so much is unrecorded that a crash now would cost too much."""
         nbytes = sum([p.nbytes for p in record.parts])
         with self._changed:
@@ -93,7 +93,7 @@ class CompletionQueue:
             while self._unsaved > self._most and not stop.is_set():
                 self._changed.wait(0.2)
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[FinishedParts]:
         with self._changed:
             records = list(self._records)
             self._records.clear()
@@ -110,14 +110,14 @@ class Outlet:
     """Where the outputs of a plan are made on this machine."""
 
     paths: Sequence[str]
-    """Of the outputs."""
+    """Paths of the outputs."""
     spools: bool = False
     """Whether they leave this machine when they are recorded."""
     locks: Sequence[int] = ()
     """Descriptors that processes which may write keep open."""
     alone: bool = True
     """Whether nobody else may be at the same files: a file that is copied twice at a time stays what it is, one that is
-    linked anew is away for a moment."""
+    linked again is missing for a moment."""
     fence: Fence | None = None
     """See ``Medium``."""
 
@@ -140,7 +140,7 @@ class Workforce:
         self.stop = stop
         self.sources = [s.contents for s in plan.sources]
         self.ahead = 0
-        """Of the memory, what is for bytes that are read ahead from other machines."""
+        """Bytes of the memory that are for reading ahead from other machines."""
         self.notes: list[str] = []
         self.shared: list[str] = []
         """How each file that may be linked came about: a reflink, a hard link, or "" for a copy."""
@@ -158,7 +158,7 @@ class Workforce:
         self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
         self._done: Collection[int] = ()
-        self._unrecorded: list[Record] = []
+        self._unrecorded: list[FinishedParts] = []
         total = plan.bytes_written
         batch, most = max(_MIB, min(256 * _MIB, total // 32)), max(4 * _MIB, total // 12)
         if outlet.spools:  # what is not recorded takes room in the spool
@@ -208,13 +208,13 @@ class Workforce:
         if self._worker_pool is None and count > 1:
             self.notes.append("one thread computes: no other process can be started here")
 
-    def _job(self, memory: int, count: int = 1) -> Job:
+    def _job(self, memory: int, count: int = 1) -> ComputeJob:
         """For ``count`` workers, of whom each has so much memory."""
         limit = part_limit(self.plan.bytes_written)
         ahead = memory // 2 if self.ahead else 0
         connections = self.options.connections and max(1, self.options.connections // count)
         paths = self.outlet.paths
-        return Job(
+        return ComputeJob(
             self.sources,
             paths,
             self.plan.randomness,
@@ -248,7 +248,7 @@ class Workforce:
         self._threads, self._failures = [], []
         jobs = [t for t in tasks if t.computing >= 0 and not self._is_done(t, finished)]
         moves = Upcoming(self._remaining([t for t in tasks if t.computing < 0], finished), self.plan, pool, self.ahead)
-        duties = [*self._foremen(jobs, pool), *self._movers(moves, pool)]
+        duties = [*self._computing_duties(jobs, pool), *self._moving_duties(moves, pool)]
         began = self._moved()
         threads = [
             threading.Thread(target=self._work_off, args=(take, do), name=name, daemon=True)
@@ -266,8 +266,8 @@ class Workforce:
                 raise
         self._join()
 
-    def _foremen(self, jobs: list[Task], pool: Medium) -> Iterator[_Duty]:
-        """What threads do that have tensors computed."""
+    def _computing_duties(self, jobs: list[Task], pool: Medium) -> Iterator[_Duty]:
+        """Duties of the threads that give orders to worker processes."""
         if not jobs:
             return
         # Long tasks first, or the last one would keep all others waiting; the rest in the order of the files.
@@ -282,8 +282,8 @@ class Workforce:
         for i, work in enumerate(workers[: len(jobs)]):
             yield f"foreman-{i}", waiting.popleft, partial(self._compute, work)
 
-    def _movers(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
-        """What threads do that move bytes."""
+    def _moving_duties(self, moves: Upcoming, pool: Medium) -> Iterator[_Duty]:
+        """Duties of the threads that move bytes."""
         memory = max(self.options.memory - self.ahead, _SMALLEST_ARENA)
         count = min(self.options.movers, memory // _SMALLEST_ARENA, len(moves))
         if count != len(self._carriers):
@@ -339,13 +339,13 @@ class Workforce:
         elif self.stop.is_set():
             raise Stopped
         elif "part" in answer:
-            self._ledger.post(Record([parts[answer["part"]]]), self.stop)
+            self._ledger.post(FinishedParts([parts[answer["part"]]]), self.stop)
         else:
             self._computed_at[task.computing] = answer["at"]
             if "end" in answer:
                 self._computed[0] += answer["read"]
                 self._computed[1] += answer["written"]
-                self._ledger.post(Record([], answer["sums"]), self.stop)
+                self._ledger.post(FinishedParts([], answer["sums"]), self.stop)
 
     def _move(self, carrier: Mover, turn: Turn) -> None:
         with turn.taken():
@@ -353,13 +353,13 @@ class Workforce:
 
     def _do(self, carrier: Mover, turn: Turn) -> None:
         task = turn.task
-        carrier.sums = sums = Sums(task.targets) if task.targets else None
+        carrier.sums = sums = TensorHashes(task.targets) if task.targets else None
         if turn.is_whole:
             moves, checks = turn.arranged()
             carrier.carry(moves)
             for step in checks:
                 check(step, carrier)
-            self._close(Record(task.parts), sums, carrier, last=True)
+            self._close(FinishedParts(task.parts), sums, carrier, last=True)
             return
         for i, part in enumerate(task.parts):
             if part.carried >= 0:
@@ -367,9 +367,9 @@ class Workforce:
             carrier.carry(part.items)
             for c in part.checks:
                 check(c.step, carrier, c.first)
-            self._close(Record([part]), sums, carrier, last=i == len(task.parts) - 1)
+            self._close(FinishedParts([part]), sums, carrier, last=i == len(task.parts) - 1)
         if not task.parts:  # written by an earlier run that made no manifest
-            self._close(Record([]), sums, carrier, last=True)
+            self._close(FinishedParts([]), sums, carrier, last=True)
 
     def _carry(self, number: int, carrier: Mover) -> None:
         """Copy a companion file, or link it."""
@@ -383,7 +383,7 @@ class Workforce:
             carrier.pool.expect_writes(path)
         carrier.copy_file(output.carried, number, output.size)
 
-    def _close(self, record: Record, sums: Sums | None, carrier: Mover, *, last: bool) -> None:
+    def _close(self, record: FinishedParts, sums: TensorHashes | None, carrier: Mover, *, last: bool) -> None:
         """Take the checksums forward to the end of a part, and pass the part on."""
         if sums is not None:
             carrier.arena.reset()
@@ -429,7 +429,7 @@ class Workforce:
         if self._failures:
             raise self._failures[0]
 
-    def _record(self, watcher: Watcher, records: Sequence[Record]) -> None:
+    def _record(self, watcher: Watcher, records: Sequence[FinishedParts]) -> None:
         parts = [p for r in records for p in r.parts]
         watcher.record(self._pool, parts, {k: v for r in records for k, v in r.sums.items()})
         self._ledger.saved(sum([p.nbytes for p in parts]))

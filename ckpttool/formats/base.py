@@ -270,7 +270,8 @@ class Capabilities(NamedTuple):
     counts_steps: bool = False
     """Its files have the steps of the optimizer as plain numbers (``Training.steps``)."""
     keeps_form: bool = False
-    """Whole tensors as they were published: they keep the form of their family that they have."""
+    """Whole tensors as they were published: they keep the form of their family that they have, and parts of a directory
+    of several models have this format."""
     keeps_names: bool = False
     """A checkpoint that is read in this format and written in it keeps the names of its dialect."""
     exact: bool = False
@@ -279,8 +280,6 @@ class Capabilities(NamedTuple):
     """Of the indexes that lie beside its files."""
     default_target: bool = False
     """What comes in this format stays in it unless --to says otherwise."""
-    part: bool = False
-    """Directories of several models have parts in this format."""
     views: bool = False
     """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False

@@ -73,7 +73,7 @@ class HuggingFace:
     name = "hf"
     dialect = "hf"
     capabilities = base.Capabilities(
-        shards=True, keeps_form=True, part=True, optimizer_beside=True, indexes=index_files.IndexRules()
+        shards=True, keeps_form=True, optimizer_beside=True, indexes=index_files.IndexRules()
     )
 
     def detect(self, listing: Listing) -> int:

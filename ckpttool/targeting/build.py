@@ -176,13 +176,14 @@ def _named(source: Checkpoint, goal: Goal, selection: Selection, notes: list[str
         notes += lacking(source, [n for n in everything.table if n not in views.table], views.table)
     views, after = renamed(source, goal.target, views, goal.dialect, goal.context, notes)
     _check_overrides(family, {t.name for t in source.stored.tensors} | {*views.table})
+    uncut = goal.dialect.uncut(goal.context, after, shapes_of(views), source.stored.whole)
     views.table = {n: views.table[n] for n in family.in_model_order(views.table, after)}
     ruled = list(views.table.values())
     if selection.rename:
         views = rename_by_rules(views, selection.rename)
     notes += views.notes
     names = dict(zip((v.name for v in ruled), views.table, strict=True))
-    return OutputTensors(views, ruled, names, after, removed)
+    return OutputTensors(views, ruled, names, after, removed, uncut)
 
 
 def _not_cast(table: Mapping[str, DerivedTensor], dtype: str) -> list[str]:

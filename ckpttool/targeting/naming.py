@@ -112,6 +112,8 @@ class OutputTensors:
     """What leads from Hugging Face names to them."""
     removed: tuple[int, int]
     """(tensors, bytes) that --remove-keys or --keep-keys left out."""
+    uncut: Sequence[str]
+    """Patterns of the tensors that the dialect writes whole on every rank."""
 
 
 def shapes_of(views: TensorTable) -> dict[str, tuple[int, ...]]:

@@ -78,7 +78,7 @@ def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
     wrong = [f"--{k}-out {v}" for k, v in target.from_flags().items() if v != 1]
     wrong += ["--pp-layout"] if target.pp_layout else []
     wrong += ["--ranks-out"] if target.ranks is not None else []
-    if target.format and not writer(target.format).capabilities.part:
+    if target.format and not writer(target.format).capabilities.keeps_form:
         wrong.append(f"--to {target.format}")
     wrong += ["--aoa"] if target.aoa is not None else []
     if wrong:

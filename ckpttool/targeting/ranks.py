@@ -59,9 +59,7 @@ def share_out(
     packed = packing.parts(named.names) if packing is not None else ()
     single = (*capabilities.float32, *kept_single(goal, components))
     cast = _output_dtype(named.names, goal.dtype, packed, single)
-    shapes = {v.name: v.shape for v in named.ruled}
-    uncut = goal.dialect.uncut(goal.context, named.statements, shapes, source.stored.whole)
-    family = source.family.with_whole((*capabilities.whole, *uncut))
+    family = source.family.with_whole((*capabilities.whole, *named.uncut))
     chosen = chosen_ranks(goal.target, goal.mesh)
     held = _partitioner(family, goal, named, cast).run(named.ruled, chosen)
     if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ckpttool.execute.fleets.base import Fleet, Job, Order, Reply
+from ckpttool.execute.fleets.base import Fleet, FleetJob, Order, Reply
 
 
 class LastingFleet:
@@ -35,7 +35,7 @@ class LastingFleet:
         self._fleet = self._fleet or self._make()
         return self._fleet
 
-    def start(self, job: Job) -> None:
+    def start(self, job: FleetJob) -> None:
         self._inner().start(job)
 
     def nodes(self) -> int:

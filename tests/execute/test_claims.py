@@ -15,7 +15,7 @@ import pytest
 
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations import claims, holder
-from ckpttool.execute.destinations.claims import Claim, Claims, Folder, TakenOverError, Watch
+from ckpttool.execute.destinations.claims import Claim, Claims, ClaimWatch, Folder, TakenOverError
 from ckpttool.execute.destinations.holder import Holder
 
 
@@ -48,15 +48,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def give_up(watch: Watch) -> bool:
+def give_up(watch: ClaimWatch) -> bool:
     raise OutputError(f"held by {watch.holder}")
 
 
-def wait(_watch: Watch) -> bool:
+def wait(_watch: ClaimWatch) -> bool:
     return False
 
 
-def taken(folder: Folder, name: str = "x", over: Callable[[Watch], bool] = give_up) -> Claim:
+def taken(folder: Folder, name: str = "x", over: Callable[[ClaimWatch], bool] = give_up) -> Claim:
     claim = Claims(folder, "plan").take(name, over)
     assert claim is not None
     return claim
@@ -131,7 +131,7 @@ def test_a_holder_that_speaks_seldom_is_left_alone(folder: Folder, clock: Clock)
     clock.while_it_sleeps = speak
     seen = []
 
-    def over(watch: Watch) -> bool:
+    def over(watch: ClaimWatch) -> bool:
         seen.append(watch.beats)
         return False
 
@@ -144,7 +144,7 @@ def test_a_holder_that_speaks_seldom_is_left_alone(folder: Folder, clock: Clock)
 
 def test_a_watcher_that_stood_still_gives_the_holder_time(folder: Folder, clock: Clock) -> None:
     elsewhere(folder, "x", 1)
-    watch = Watch(Claims(folder, "plan"), "x")
+    watch = ClaimWatch(Claims(folder, "plan"), "x")
     assert not watch.look()
     clock.now += 10_000
     assert not watch.look()
@@ -183,7 +183,7 @@ def test_a_process_that_is_gone_from_this_machine(folder: Folder, monkeypatch: p
 def test_a_claim_beats_until_it_ends(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "BEAT", 0.002)
     claim = taken(folder)
-    watch = Watch(Claims(folder, "plan"), "x")
+    watch = ClaimWatch(Claims(folder, "plan"), "x")
     claim.beat()
     deadline = time.monotonic() + 30
     while not watch.beats and time.monotonic() < deadline:

@@ -30,7 +30,7 @@ from ckpttool.core.plan import (
 )
 from ckpttool.errors import CorruptError, OutputError, VerifyError
 from ckpttool.execute import RunOptions, compute, engine, run, strided, worker_pool, workforce
-from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.operands import OperandBuffer, reader
 from ckpttool.execute.options import unwatched
 from ckpttool.execute.schedule import operand_keys, schedule
 from ckpttool.execute.strided import clip
@@ -130,7 +130,7 @@ def read_any_stretch(data: st.DataObject, directory: Path) -> None:
     flat = want.astype(np.float32).reshape(-1)
     carrier = files.carrier()
     with patch("ckpttool.execute.operands._PRODUCT", data.draw(st.sampled_from((1, 7, 1000)))):
-        read = reader(operand, carrier, Buffer)
+        read = reader(operand, carrier, OperandBuffer)
         for _ in range(4):
             lo = data.draw(st.integers(0, flat.size))
             hi = data.draw(st.integers(lo, flat.size))

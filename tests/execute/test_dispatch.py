@@ -12,7 +12,7 @@ import pytest
 from ckpttool.errors import CorruptError, OutputError, UsageError
 from ckpttool.execute.fleets import dispatch as module
 from ckpttool.execute.fleets import fleet_for
-from ckpttool.execute.fleets.base import Answer, Fleet, Job, Order, Worker
+from ckpttool.execute.fleets.base import Answer, Fleet, FleetJob, Order, Worker
 from ckpttool.execute.fleets.dispatch import TRIES, dispatch
 from tests.helpers.fleet import WILD, FakeFleet, Trouble
 from tests.helpers.sample import examples
@@ -51,7 +51,7 @@ def orders(count: int) -> Iterator[Order]:
     return ({"number": i} for i in range(count))
 
 
-def run(fleet: Fleet, count: int, job: Job | None = None) -> dict[int, int]:
+def run(fleet: Fleet, count: int, job: FleetJob | None = None) -> dict[int, int]:
     fleet.start(job or Squares())
     found: dict[int, int] = {}
     for order, answer, node in dispatch(fleet, orders(count), threading.Event()):
@@ -182,7 +182,7 @@ def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match="--on dusk=here: there is no such engine") as caught:
+    with pytest.raises(UsageError, match="--on dusk=here: unknown engine") as caught:
         fleet_for("dusk=here")
     assert caught.value.hint == "engines: ray"
 

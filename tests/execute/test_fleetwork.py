@@ -17,7 +17,7 @@ from ckpttool.execute import NoProgress, RunOptions, run, schedule, shares
 from ckpttool.execute.destinations import local
 from ckpttool.execute.files import FilePool
 from ckpttool.execute.machines import fleetwork
-from ckpttool.execute.machines.node import Node
+from ckpttool.execute.machines.node import NodeWorker
 from ckpttool.ops import reshard
 from ckpttool.targeting.target import Target
 from tests.execute.merges import merge_plan
@@ -131,9 +131,9 @@ def test_no_page_is_written_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shares, "PAGE", 512)
     writers: dict[tuple[str, int], set[int]] = {}
     write, share = FilePool.write, 0
-    do = Node._do
+    do = NodeWorker._do
 
-    def one(self: Node, order: Any) -> Any:
+    def one(self: NodeWorker, order: Any) -> Any:
         nonlocal share
         share = order["tasks"][0] + 1
         try:
@@ -146,7 +146,7 @@ def test_no_page_is_written_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             writers.setdefault((path, page), set()).add(share)
         write(self, path, offset, data, scattered=scattered)
 
-    monkeypatch.setattr(Node, "_do", one)
+    monkeypatch.setattr(NodeWorker, "_do", one)
     monkeypatch.setattr(FilePool, "write", noted)
     reshards(tmp_path / "dst", RunOptions(on=FakeFleet()))
     assert {len(found) for found in writers.values()} == {1}

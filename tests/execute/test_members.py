@@ -73,7 +73,7 @@ def left(directory: Path) -> list[str]:
 
 def no_good_bye(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends is killed: it cleans nothing up, and to others its process is gone."""
-    for run_of in (engine.Run, member_module._Share, member_module._Commit):
+    for run_of in (engine.Run, member_module._MemberRun, member_module._MemberCommit):
         monkeypatch.setattr(run_of, "_give_up", lambda _self, error, _pool: error)
     monkeypatch.setattr(claims.Claim, "release", lambda self: HERE.discard(self.me.token))
     monkeypatch.setattr(members.MemberDestination, "close", lambda self: HERE.discard(self._part.me.token))
@@ -264,7 +264,7 @@ def test_who_completes_it_ends_in_the_middle(
     """Before each step, and after it: another part, or the same, goes on."""
     if not atomic:
         monkeypatch.setattr(system, "exchange", lambda *_: False)
-    whose: Any = members.Meeting if step == "remove_all" else members.CommitDestination
+    whose: Any = members.SharedPartial if step == "remove_all" else members.CommitDestination
     real = getattr(whose, step)
     for after in (False, True):
         dst = tmp_path / f"dst{after}"
@@ -448,16 +448,16 @@ def test_force_waits_for_parts_that_a_lock_does_not_show(
     claim = tmp_path / "dst.partial/.claim-part-2-1"
     said = {"token": "t", "host": "node7", "pid": 4711, "machine": "another boot", "plan": ""}
     claim.write_text(f"{json.dumps(said)}\n{1:016d}")
-    look, looks = claims.Watch.look, 0
+    look, looks = claims.ClaimWatch.look, 0
 
-    def beating(self: claims.Watch) -> bool:
+    def beating(self: claims.ClaimWatch) -> bool:
         nonlocal looks
         looks += 1
         claim.write_text(f"{json.dumps(said)}\n{looks:016d}")
         return look(self)
 
     with monkeypatch.context() as m:
-        m.setattr(claims.Watch, "look", beating)
+        m.setattr(claims.ClaimWatch, "look", beating)
         with pytest.raises(
             OutputError, match="a part of another run is writing this destination: process 4711 on node7"
         ):
@@ -635,7 +635,7 @@ def test_asked_to_verify_when_another_part_completes_it(
 
     def joined(self: members.CommitDestination) -> None:
         late.start()
-        while not any(n == members.VERIFY for n in self.meeting.folder.names()):
+        while not any(n == members.VERIFY for n in self.common.folder.names()):
             time.sleep(0.001)
         seal(self)
 
@@ -783,7 +783,7 @@ def completed_but_left(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPat
     dst = tmp_path / "dst"
     part(plan, dst, 1, 2)
     with monkeypatch.context() as m:
-        m.setattr(members.Meeting, "remove_all", killed)
+        m.setattr(members.SharedPartial, "remove_all", killed)
         no_good_bye(m)
         with pytest.raises(SystemExit):
             part(plan, dst, 2, 2)

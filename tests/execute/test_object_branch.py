@@ -21,7 +21,7 @@ from ckpttool.execute.destinations import destination_for, objects
 from ckpttool.execute.destinations.object_branch import ObjectBranch
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.fleets.base import Answer, Order
-from ckpttool.execute.machines.node import Node
+from ckpttool.execute.machines.node import NodeWorker
 from ckpttool.execute.options import Member
 from ckpttool.storage.place import parse_place
 from tests.execute.merges import merge_plan
@@ -127,10 +127,10 @@ def test_a_killed_driver_asks_the_store_what_was_sent(store: ObjectStore, plan: 
 
 def test_a_node_that_is_given_up_and_comes_back(store: ObjectStore, plan: Plan, tmp_path: Path) -> None:
     """While the run goes on, it sends the same bytes; afterwards it finds that the run has ended."""
-    nodes: list[tuple[Node, Order]] = []
-    do = Node.do
+    nodes: list[tuple[NodeWorker, Order]] = []
+    do = NodeWorker.do
 
-    def look(self: Node, order: Order) -> Answer:
+    def look(self: NodeWorker, order: Order) -> Answer:
         nodes.append((self, order))
         return do(self, order)
 
@@ -138,7 +138,7 @@ def test_a_node_that_is_given_up_and_comes_back(store: ObjectStore, plan: Plan, 
         def end(self, *, now: bool) -> None:
             self.ended.append(now)
 
-    with patch.object(Node, "do", look):
+    with patch.object(NodeWorker, "do", look):
         write(plan, on=Undead(2))
     check_whole(store, plan)
     for node, order in nodes:

@@ -18,7 +18,7 @@ from ckpttool.execute.extents import part_extents
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import Task
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from tests.execute.test_bytes import recipes
 
 
@@ -59,14 +59,14 @@ def test_any_plan_cut_anyhow(recipe: Callable[[Path], Plan], data: st.DataObject
         for number in range(len(tasks)):
             shares[data.draw(st.integers(0, len(shares) - 1))].append(number)
         none = [set[int]() for _ in plan.outputs]
-        check(plan, tasks, sizes, claims(Survey(plan, tasks), shares, sizes), none)
+        check(plan, tasks, sizes, claims(TaskSurvey(plan, tasks), shares, sizes), none)
         sent = [
             set(range(n)) if data.draw(st.booleans()) else set(range(0, n, 3))
             for n in Chunks(plan, tasks, sizes).counts
         ]
         keys = [k for t in tasks for k, _ in t.targets]
         finished = Chunks(plan, tasks, sizes).finished(sent, keys)
-        rest = claims(Survey(plan, tasks), shares, sizes, sent, Finished(finished, dict.fromkeys(keys, "")))
+        rest = claims(TaskSurvey(plan, tasks), shares, sizes, sent, Finished(finished, dict.fromkeys(keys, "")))
         check(plan, tasks, sizes, rest, sent)
         assert not finished.intersection(
             p.number for c in rest for t in c.tasks for p in tasks[t].parts if p.number not in c.spared
@@ -86,12 +86,12 @@ def test_who_writes_most_of_a_chunk_sends_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
     plan = fills((0, 0, 90), (0, 90, 60), (0, 150, 50), (1, 0, 10), sizes=(200, 10))
     tasks = schedule.schedule(plan, [])
-    one, two = claims(Survey(plan, tasks), [[0, 1], [2, 3]], [50, 0])
+    one, two = claims(TaskSurvey(plan, tasks), [[0, 1], [2, 3]], [50, 0])
     # Chunk 2 is of the second task alone, and chunk 3 of the third: nothing is done twice. The last task writes into
     # what nobody sends.
     assert (one.tasks, one.chunks) == ([0, 1], [[0, 0, 3]])
     assert (two.tasks, two.chunks) == ([2], [[0, 3, 4]])
-    one, two = claims(Survey(plan, tasks), [[0], [1, 2, 3]], [50, 50])
+    one, two = claims(TaskSurvey(plan, tasks), [[0], [1, 2, 3]], [50, 50])
     assert (one.tasks, one.chunks) == ([0, 1], [[0, 0, 2]])  # the second task writes 10 bytes of its chunk 1
     assert (two.tasks, two.chunks) == ([1, 2, 3], [[0, 2, 4], [1, 0, 1]])
 
@@ -99,7 +99,7 @@ def test_who_writes_most_of_a_chunk_sends_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_share_does_nothing_that_others_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
     plan = fills((0, 0, 90), (0, 90, 10), sizes=(100,))
-    one, two = claims(Survey(plan, schedule.schedule(plan, [])), [[0], [1]], [100])
+    one, two = claims(TaskSurvey(plan, schedule.schedule(plan, [])), [[0], [1]], [100])
     assert (one.tasks, one.chunks) == ([0, 1], [[0, 0, 1]])
     assert (two.tasks, two.chunks) == ([], [])
 
@@ -107,9 +107,9 @@ def test_a_share_does_nothing_that_others_send(monkeypatch: pytest.MonkeyPatch) 
 def test_hashes_that_an_earlier_run_has_not_left() -> None:
     plan = fills((0, 0, 100), sizes=(100,))
     tasks = schedule.schedule(plan, [ALGORITHM])
-    (claim,) = claims(Survey(plan, tasks), [[0]], [50], sent=[{0, 1}], finished=Finished())
+    (claim,) = claims(TaskSurvey(plan, tasks), [[0]], [50], sent=[{0, 1}], finished=Finished())
     assert (claim.tasks, claim.spared, claim.chunks) == ([0], [], [])
-    (claim,) = claims(Survey(plan, tasks), [[0]], [50], sent=[{0, 1}], finished=Finished({0}, {"0.0": "x"}))
+    (claim,) = claims(TaskSurvey(plan, tasks), [[0]], [50], sent=[{0, 1}], finished=Finished({0}, {"0.0": "x"}))
     assert (claim.tasks, claim.spared, claim.chunks) == ([], [], [])
 
 
@@ -118,5 +118,5 @@ def test_parts_of_a_batch_are_spared() -> None:
     plan = fills((0, 0, 100), (0, 100, 50), (0, 150, 50), sizes=(200,))
     tasks = schedule.schedule(plan, [])
     assert len(tasks) == 1
-    (claim,) = claims(Survey(plan, tasks), [[0]], [50], sent=[{0, 1, 2}], finished=Finished({0, 1}))
+    (claim,) = claims(TaskSurvey(plan, tasks), [[0]], [50], sent=[{0, 1, 2}], finished=Finished({0, 1}))
     assert (claim.tasks, claim.spared, claim.chunks) == ([0], [0, 1], [[0, 3, 4]])

@@ -160,12 +160,12 @@ def test_members_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, m
     monkeypatch.setattr(schedule, "_BATCH_UNITS", 1)
     monkeypatch.setattr(claims, "LOOK", 0.002)
     monkeypatch.setattr(local, "SLACK", 0)
-    record, meeting, came = members.MemberDestination.record, threading.Barrier(3, timeout=60), set()
+    record, barrier, came = members.MemberDestination.record, threading.Barrier(3, timeout=60), set()
 
     def together(self: members.MemberDestination, *args: Any) -> None:
         if self.member not in came:
             came.add(self.member)
-            meeting.wait()
+            barrier.wait()
         record(self, *args)
 
     monkeypatch.setattr(members.MemberDestination, "record", together)

@@ -32,7 +32,7 @@ from ckpttool.execute import (
     run,
     workforce,
 )
-from ckpttool.execute.compute_worker import ComputeWorker, Job, order
+from ckpttool.execute.compute_worker import ComputeJob, ComputeWorker, order
 from ckpttool.execute.destinations import local
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.schedule import computing_task
@@ -194,7 +194,7 @@ def told(plan: Plan, done: Sequence[int] = ()) -> list[int]:
     ``done`` are written already. It tells as often as it can."""
     found: list[int] = []
     outputs = [f"/proc/self/nowhere/{o.name}" for o in plan.outputs]
-    job = Job([s.path for s in plan.sources], outputs, None, 64 << 20, 1 << 20, ())
+    job = ComputeJob([s.path for s in plan.sources], outputs, None, 64 << 20, 1 << 20, ())
     computer = ComputeWorker(job, tensor_draws(None), files.FilePool(), threading.Event())
     task = computing_task(plan.units[0], 0, 0, job.limit, ())
 

@@ -33,7 +33,7 @@ from ckpttool.core.plan import (
 )
 from ckpttool.errors import CorruptError, OutputError, UnsupportedError, VerifyError
 from ckpttool.execute import RunOptions, quantize, run, strided, workforce
-from ckpttool.execute.operands import Buffer, reader
+from ckpttool.execute.operands import OperandBuffer, reader
 from ckpttool.execute.options import unwatched
 from ckpttool.execute.quantize import part_bytes, parts_of
 from ckpttool.execute.schedule import operand_keys, schedule
@@ -335,7 +335,7 @@ def test_scaled_operands_are_code_times_scale(tmp_path_factory: pytest.TempPathF
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ckpttool.execute.operands._AHEAD", data.draw(st.sampled_from((1, 5, 1 << 10))))
         patched.setattr("ckpttool.execute.operands._SCALE_ROWS", data.draw(st.sampled_from((1, 2, 1 << 10))))
-        read = reader(operand, carrier, Buffer)
+        read = reader(operand, carrier, OperandBuffer)
         for _ in range(5):
             lo = data.draw(st.integers(0, flat.size))
             hi = data.draw(st.integers(lo, flat.size))

@@ -20,7 +20,7 @@ from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.execute import workforce
 from ckpttool.execute.ahead import ReadAhead
 from ckpttool.execute.blocks import Mover
-from ckpttool.execute.compute import Computing
+from ckpttool.execute.compute import TensorComputer
 from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.engine import run
 from ckpttool.execute.options import RunOptions
@@ -306,6 +306,6 @@ def test_operands_that_do_not_fit_in_memory_are_fetched_once(far: Far, tmp_path:
         with open_medium(memory=MIB) as pool:
             mover = Mover([f"{remote}/a", f"{remote}/b"], [], pool, MIB, threading.Event())
             with operands_at_hand(step, mover):
-                for _ in Computing(mover, 8 * MIB, tensor_draws(None)).run(step, ()):
+                for _ in TensorComputer(mover, 8 * MIB, tensor_draws(None)).run(step, ()):
                     pass
     assert far.nbytes == 2 * values.nbytes

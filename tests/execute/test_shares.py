@@ -17,7 +17,7 @@ from ckpttool.execute import moves, schedule, shares
 from ckpttool.execute.extents import Extent, part_extents
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.schedule import Task
-from ckpttool.execute.shares import Survey, cut, shared_pages
+from ckpttool.execute.shares import TaskSurvey, cut, shared_pages
 from tests.execute.merges import merge_plan
 from tests.execute.test_bytes import recipes
 from tests.helpers.sample import examples
@@ -60,7 +60,7 @@ def check_shares(plan: Plan, tasks: Sequence[Task], found: Sequence[Sequence[int
 
 def check_balance(plan: Plan, tasks: Sequence[Task], count: int) -> None:
     """No share has more than its part of the work, and the largest thing that stays together."""
-    survey = Survey(plan, tasks)
+    survey = TaskSurvey(plan, tasks)
     whole = survey.cut(len(tasks) * 1000)  # whatever can be apart is apart
     largest = max([sum([survey.weights[t] for t in share]) for share in whole], default=0)
     most = max([sum([survey.weights[t] for t in share]) for share in survey.cut(count)], default=0)
@@ -94,7 +94,7 @@ def test_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, 2, 3):
         check_shares(plan, tasks, cut(plan, tasks, count))
     assert cut(plan, tasks, 2) == [[0], [1]]
-    assert Survey(plan, tasks).weights[0] >= 3 * tasks[0].nbytes
+    assert TaskSurvey(plan, tasks).weights[0] >= 3 * tasks[0].nbytes
 
 
 def copy(output: int, offset: int, nbytes: int) -> Copy:
@@ -166,10 +166,10 @@ def test_comparisons_count_and_stay_with_what_they_compare(monkeypatch: pytest.M
     first = {t for t, task in enumerate(tasks) if task.parts[0].number < len(tasks) // 2}
     assert set(found[0]) == first
     assert sum(bool(tasks[t].parts[0].checks) for t in found[0]) == 10
-    survey = Survey(plan, tasks)
+    survey = TaskSurvey(plan, tasks)
     assert {survey.weights[t] for t in range(len(tasks))} == {1000}
     small = Plan([], [Output("a", 200)], [Unit("a", (copy(0, 0, 200), same._replace(shape=(100,))))])
-    assert Survey(small, schedule.schedule(small, [])).weights == [300]
+    assert TaskSurvey(small, schedule.schedule(small, [])).weights == [300]
 
 
 def test_what_interleaves_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,4 +230,4 @@ def test_replicas_of_many_sources() -> None:
     plan = Plan([], [Output("a", 200)], [Unit("a", (copy(0, 0, 200), *same))])
     tasks = schedule.schedule(plan, [])
     check_shares(plan, tasks, cut(plan, tasks, 2))
-    assert Survey(plan, tasks).weights == [200 + 8 * 100 + shares._PART]
+    assert TaskSurvey(plan, tasks).weights == [200 + 8 * 100 + shares._PART]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.execute import shares
-from ckpttool.execute.compute_worker import Job, edges, order, server
+from ckpttool.execute.compute_worker import ComputeJob, edges, order, server
 from ckpttool.execute.files import FilePool, create
 from ckpttool.execute.schedule import part_limit, schedule
 from ckpttool.execute.withheld_pages import WithholdingMedium
@@ -122,7 +122,7 @@ def test_processes_tell_what_they_keep(tmp_path: Path, monkeypatch: pytest.Monke
     paths = [str(tmp_path / o.name) for o in plan.outputs]
     task = schedule(plan, hashes)[0]
     unit = plan.units[0]
-    job = Job([s.contents for s in plan.sources], paths, None, 8 << 20, part_limit(plan.bytes_written), hashes)
+    job = ComputeJob([s.contents for s in plan.sources], paths, None, 8 << 20, part_limit(plan.bytes_written), hashes)
     sums = []
     for held in ({}, {0: [1, 3]}, {0: list(range(100))}):
         for path, made in zip(paths, plan.outputs, strict=True):

@@ -50,7 +50,7 @@ def started(count: int = 2, keep: tuple[int, ...] = ()) -> ProcessPool:
     return found
 
 
-def ask(worker: worker_pool.Worker, **order: object) -> dict[str, Any]:
+def ask(worker: worker_pool.WorkerProcess, **order: object) -> dict[str, Any]:
     told: list[Answer] = []
     worker.do(order, told.append)
     return told[0]
@@ -109,16 +109,16 @@ def test_errors_and_deaths_beside_a_thread() -> None:
 @pytest.mark.usefixtures("beside")
 def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is still told how its worker ended, while the others are killed."""
-    hears, asks = worker_pool._Helper.hears, threading.Event()
+    hears, asks = worker_pool._HelperProcess.hears, threading.Event()
 
-    def late(helper: worker_pool._Helper) -> object:
+    def late(helper: worker_pool._HelperProcess) -> object:
         asks.set()
         time.sleep(0.05)
         return hears(helper)
 
     def killed() -> None:
         found = started(2)
-        monkeypatch.setattr(worker_pool._Helper, "hears", late)
+        monkeypatch.setattr(worker_pool._HelperProcess, "hears", late)
         asking = threading.Thread(target=wait, args=(found.workers[0],))
         asking.start()
         asks.wait()
@@ -126,7 +126,7 @@ def test_nothing_stays_open_behind_a_thread_that_asks(monkeypatch: pytest.Monkey
         asking.join()
         found.close()
 
-    def wait(worker: worker_pool.Worker) -> None:
+    def wait(worker: worker_pool.WorkerProcess) -> None:
         with pytest.raises(OutputError, match="a worker process ended"):
             ask(worker, die=True)
 

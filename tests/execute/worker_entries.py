@@ -27,14 +27,14 @@ def serve(order: Order, tell: Callable[[Answer], None]) -> None:
 
 def main() -> None:
     """The helper of these tests."""
-    worker_pool.help_out(lambda _job: lambda: serve)
+    worker_pool.run_helper(lambda _job: lambda: serve)
 
 
 def noting() -> None:
     """The helper of a run: its workers leave a file with their number when they get an order."""
 
     def server(said: dict[str, Any]) -> Callable[[], Serve]:
-        make = compute_worker.server(compute_worker.Job.from_json(said))
+        make = compute_worker.server(compute_worker.ComputeJob.from_json(said))
 
         def noted() -> Serve:
             work = make()
@@ -48,7 +48,7 @@ def noting() -> None:
 
         return noted
 
-    worker_pool.help_out(server)
+    worker_pool.run_helper(server)
 
 
 def slow() -> None:
@@ -65,4 +65,4 @@ def slow() -> None:
 
         return made
 
-    worker_pool.help_out(server)
+    worker_pool.run_helper(server)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.execute.fleets.base import Answer, Job, Order, Reply, Worker
+from ckpttool.execute.fleets.base import Answer, FleetJob, Order, Reply, Worker
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class FakeFleet:
 
     # -- what a run calls
 
-    def start(self, job: Job) -> None:
+    def start(self, job: FleetJob) -> None:
         self._job = pickle.dumps(job)
         for node in self._nodes:
             self._drop(node)

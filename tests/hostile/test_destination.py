@@ -113,7 +113,7 @@ def test_the_partial_directory_of_somebody_else(tmp_path: Path, options: tuple[s
     tmp_path.chmod(0o1777)
     done = ckpttool("reshard", court.src, court.dst, "--to", "hf", *options)
     assert done.code == 1
-    assert "belongs to somebody else" in done.err
+    assert "belongs to another user" in done.err
 
 
 JOURNALS = {

@@ -126,7 +126,7 @@ def test_what_reads_no_elements(view: tuple[str, ...]) -> None:
 def test_an_engine_that_does_not_exist() -> None:
     done = ckpttool("inspect", FIXTURES / "hf_tiny_source", "--stats", "--on", "dask")
     assert (done.code, done.out) == (2, "")
-    assert "there is no such engine" in done.err
+    assert "unknown engine" in done.err
 
 
 def test_python(used: list[FakeFleet]) -> None:

@@ -16,7 +16,7 @@ import ckpttool as library
 from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.execute import worker_pool
-from ckpttool.execute.compute_worker import Job
+from ckpttool.execute.compute_worker import ComputeJob
 from ckpttool.storage import http, web
 from ckpttool.storage.access import ANONYMOUS, QUERIES
 from ckpttool.storage.place import parse_place, read_all, scan
@@ -321,10 +321,10 @@ def test_signatures_go_to_their_own_files(server: WebServer) -> None:
     read_all(at(server, "large"))
     assert {a.query for a in server.asked} == {""}
     # What a process that computes is told: the text, and with its job what stood behind the question mark.
-    said = json.loads(json.dumps(Job([str(place)], [], None, 1, 1, []).to_json()))
+    said = json.loads(json.dumps(ComputeJob([str(place)], [], None, 1, 1, []).to_json()))
     assert SECRET not in json.dumps(said["sources"])
     QUERIES.clear()
-    assert Job.from_json(said).sources == (str(place),)
+    assert ComputeJob.from_json(said).sources == (str(place),)
     assert parse_place(f"{place}/config.json") == place / "config.json"
     # A newer signature of the same file.
     assert at(server, "m?x=2").query == "x=2"

@@ -21,7 +21,7 @@ from ckpttool.execute.schedule import Part, Task
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order
-    from ckpttool.execute.shares import Survey
+    from ckpttool.execute.shares import TaskSurvey
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Destination(Protocol):
         Raises UsageError where only one machine can write.
         """
 
-    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+    def orders(self, survey: TaskSurvey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
         """What each share is to do, for ``Branch.begin``: ``tasks`` (numbers), ``done`` (parts of them that are not to
         be done), and what the branch must know besides."""
 

@@ -48,7 +48,7 @@ _FREE = b"-" * 16
 _MOST = 1 << 26
 """Bytes of a file that does not grow with the work."""
 _NUMBER = r"([1-9][0-9]*)"
-"""Of a claim: no other spelling names the same file."""
+"""Number of a claim: no other spelling names the same file."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 
 
@@ -150,7 +150,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ClaimFile:
     """A claim as it lies in the directory."""
 
     name: str
@@ -189,8 +189,8 @@ class Claims:
         self.folder = folder
         self.plan = plan
 
-    def all(self) -> list[Found]:
-        """Of each name the one that counts, unless its holder has let go."""
+    def all(self) -> list[ClaimFile]:
+        """The valid claim of each name, unless its holder has released it."""
         names: dict[str, int] = {}
         for file in self.folder.names():
             if match := re.fullmatch(re.escape(PREFIX) + r"(.+)-" + _NUMBER, file):
@@ -198,8 +198,8 @@ class Claims:
         found = [self._read(name, number) for name, number in sorted(names.items())]
         return [f for f in found if f is not None and not f.is_free]
 
-    def highest(self, name: str) -> Found | None:
-        """The claim of this name that counts; None where nobody ever had one."""
+    def highest(self, name: str) -> ClaimFile | None:
+        """The valid claim of this name; None where there never was one."""
         while True:
             number = max(self._numbers(name), default=0)
             if not number:
@@ -208,20 +208,20 @@ class Claims:
                 return found
             # Who has just taken the next one has removed it.
 
-    def _read(self, name: str, number: int) -> Found | None:
+    def _read(self, name: str, number: int) -> ClaimFile | None:
         data = self.folder.read(_file(name, number))
-        return None if data is None else Found(name, number, data)
+        return None if data is None else ClaimFile(name, number, data)
 
     def _numbers(self, name: str) -> list[int]:
         start = _file(name, "")
         found = [re.fullmatch(re.escape(start) + _NUMBER, file) for file in self.folder.names()]
         return [int(match[1]) for match in found if match]
 
-    def take(self, name: str, over: Callable[[Watch], bool]) -> Claim | None:
+    def take(self, name: str, over: Callable[[ClaimWatch], bool]) -> Claim | None:
         """Wait until the claim is this process's. ``over`` is called after each look at somebody who holds it: it may
         raise, or say that there is nothing to wait for any more; then None is returned.
         """
-        watch = Watch(self, name)
+        watch = ClaimWatch(self, name)
         while True:
             if watch.look():
                 if claim := self._next(name, watch.number):
@@ -232,7 +232,7 @@ class Claims:
             time.sleep(LOOK)
 
     def _next(self, name: str, number: int) -> Claim | None:
-        """Take the next number; None when somebody else has it."""
+        """Take the next number; None when another process has it."""
         me = Holder.here()
         data = json.dumps(asdict(me) | {"plan": self.plan}).encode() + b"\n" + _counted(0)
         HERE.add(me.token)
@@ -245,13 +245,13 @@ class Claims:
         return Claim(self, name, number + 1, me, data)
 
 
-class Watch:
-    """Somebody who would like to have a claim, and looks at it from time to time."""
+class ClaimWatch:
+    """Waits for a claim: looks from time to time whether its holder is alive."""
 
     def __init__(self, claims: Claims, name: str) -> None:
         self._claims = claims
         self._name = name
-        self._seen: Found | None = None
+        self._seen: ClaimFile | None = None
         self._last = 0.0
         self.silent = 0.0
         """Seconds for which its holder has said nothing."""
@@ -259,9 +259,9 @@ class Watch:
         """Whether its holder has said something since the first look."""
 
     @property
-    def holder(self) -> Found:
-        """Who held it at the last look, if that found somebody."""
-        return self._seen or Found(self._name, 0, b"")
+    def holder(self) -> ClaimFile:
+        """The claim file at the last look; empty where there was none."""
+        return self._seen or ClaimFile(self._name, 0, b"")
 
     @property
     def number(self) -> int:
@@ -334,7 +334,7 @@ class Claim:
         except FileNotFoundError:
             raise self._lost() from None
         try:
-            found = Found(self._name, 0, os.pread(fd, self._size, 0)).holder
+            found = ClaimFile(self._name, 0, os.pread(fd, self._size, 0)).holder
             with contextlib.suppress(FileNotFoundError):
                 os.stat(self._next, dir_fd=folder.fd, follow_symlinks=False)
                 found = None

@@ -40,7 +40,7 @@ from ckpttool.storage.place import parse_place
 
 if TYPE_CHECKING:  # a run on one machine needs neither
     from ckpttool.execute.fleets.base import Answer, Order
-    from ckpttool.execute.shares import Survey
+    from ckpttool.execute.shares import TaskSurvey
 
 JOURNAL = ".journal"
 RUN = ".run"
@@ -93,11 +93,11 @@ class LocalDestination:
             raise OutputError("the destination has no name", where=str(self.given))
         if not parent.is_dir():
             if parent.exists():
-                raise OutputError("what is to hold the destination is a file, not a directory", where=str(parent))
-            what = "the directory that is to hold the destination does not exist"
+                raise OutputError("the parent of DST is a file, not a directory", where=str(parent))
+            what = "the parent directory of DST does not exist"
             raise OutputError(what, where=str(parent), hint=f"mkdir -p {shlex.quote(str(parent))}")
         if not os.access(parent, os.W_OK | os.X_OK):
-            what = "the directory that is to hold the destination cannot be written"
+            what = "the parent directory of DST is not writable"
             raise OutputError(what, where=str(parent), hint="choose a DST in a directory that you may write")
         longest = system.longest_name(parent)
         if len(os.fsencode(self.path.name)) > longest:
@@ -107,7 +107,7 @@ class LocalDestination:
         holders = [os.path.realpath(r) for r in _local(roots)] or sorted({str(Path(s).parent) for s in resolved})
         self._check_apart([*resolved, *[os.path.realpath(c) for c in _local(carried)]], holders)
         if self.single and self.path.is_dir():
-            raise OutputError("the destination is to be a file, and there is a directory", where=str(self.given))
+            raise OutputError("DST must be a file, but is a directory", where=str(self.given))
         self.check_absent(force=force)
         if os.path.lexists(self.path) and not self._is_empty_directory():
             if not (self.path.is_symlink() or self.path.is_dir() or self.path.is_file()):
@@ -175,7 +175,7 @@ class LocalDestination:
             raise write_error(e, str(path), 0, len(token)) from e
         return {"scheme": "", "partial": str(self.partial), "run": token}
 
-    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+    def orders(self, survey: TaskSurvey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
         orders: list[Order] = []
         for share, pages in zip(shares, survey.shared_pages(shares), strict=True):
             parts = [p.number for t in share for p in survey.tasks[t].parts]
@@ -272,7 +272,7 @@ class LocalDestination:
             mapped = os.fstat(own.fileno()).st_uid
         if owner != mapped:
             hint = "choose a DST in a directory that only you can write"
-            raise OutputError("the partial destination belongs to somebody else", where=str(self.partial), hint=hint)
+            raise OutputError("the partial destination belongs to another user", where=str(self.partial), hint=hint)
 
     def _check_left(self, own: Collection[str], *, left: bool, force: bool, resume: bool) -> None:
         """Raises OutputError when what is in the partial directory is not to be touched."""
@@ -306,7 +306,7 @@ class LocalDestination:
                 raise OutputError(what, where=str(self.partial), hint="run the parts again to continue, or use --force")
             there = claims.Claims(claims.Folder(self._directory, str(self.partial)), "")
             for found in there.all():  # its lock may not reach this machine
-                watch = claims.Watch(there, found.name)
+                watch = claims.ClaimWatch(there, found.name)
                 while not watch.look():
                     if watch.beats:
                         what = f"a part of another run is writing this destination: {watch.holder}"
@@ -365,7 +365,7 @@ class LocalDestination:
         raise OutputError(what, where=str(self.partial), hint=hint)
 
     def _busy(self) -> str:
-        """What to say of a run that holds the lock."""
+        """The error for a run that holds the lock."""
         who = ""
         with contextlib.suppress(OSError):
             who = writer((self.partial / JOURNAL).read_bytes())
@@ -508,11 +508,11 @@ class LocalBranch:
         return {}
 
     def close(self) -> None:
-        """Nothing is open here."""
+        """Does nothing: nothing is open."""
 
 
 def _local(texts: Iterable[str]) -> list[str]:
-    """Those that are paths of this machine."""
+    """The sources that are paths of this machine."""
     return [t for t in texts if isinstance(parse_place(t), Path)]
 
 

@@ -55,14 +55,14 @@ from ckpttool.core.plan import Plan
 from ckpttool.errors import ConflictError, OutputError, plain
 from ckpttool.execute import journal as journals
 from ckpttool.execute.destinations.base import Beginning
-from ckpttool.execute.destinations.claims import PREFIX, TEMPORARY, Claim, Claims, Folder, Watch
+from ckpttool.execute.destinations.claims import PREFIX, TEMPORARY, Claim, Claims, ClaimWatch, Folder
 from ckpttool.execute.destinations.holder import machine
 from ckpttool.execute.destinations.local import JOURNAL, MEMBERS, LocalDestination, remove, sync_directory
 from ckpttool.execute.files import SHARED, Medium, sync_all, write_error
 from ckpttool.execute.journal import Edge, Finished, Journal
 from ckpttool.execute.options import Member
 from ckpttool.execute.schedule import Part, Task, operand_keys
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from ckpttool.version import __version__
 
 COMMITTING = ".committing"
@@ -81,17 +81,17 @@ _OWN = (MEMBERS, COMMITTING, VERIFY, PREFIX, TEMPORARY, f"{JOURNAL}.", _FAILED, 
 class PeerError(OutputError):
     """Another part has failed, so this one ends as well."""
 
-    def __init__(self, failure: Failure, where: str) -> None:
+    def __init__(self, failure: PartFailure, where: str) -> None:
         super().__init__(f"{failure.part} failed on {failure.host}: {failure.what}", where=where)
         self.wrong = failure.wrong
 
 
 class CommittedError(Exception):
-    """Not a failure: another part has made DST, which is complete."""
+    """Another part has completed DST: ends the work of this one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PartFailure:
     """Why an attempt at a part has failed."""
 
     token: str
@@ -102,7 +102,7 @@ class Failure:
     """The input is wrong: trying again would not help."""
 
     @classmethod
-    def read(cls, data: bytes) -> Failure | None:
+    def read(cls, data: bytes) -> PartFailure | None:
         try:
             said = json.loads(data)
             part, host, what = said["part"][:80], said["host"][:80], said["what"][:1000]  # other people's, to be shown
@@ -113,8 +113,8 @@ class Failure:
         return failure if all(type(t) is str for t in texts) else None
 
 
-class Meeting:
-    """DST.partial/, as all members of a run see it."""
+class SharedPartial:
+    """DST.partial/ as all members of a run share it: who takes part, what failed, what is finished."""
 
     def __init__(self, destination: LocalDestination, member: Member) -> None:
         self.member = member
@@ -147,7 +147,9 @@ class Meeting:
                 self.folder.fd = share()
                 break
         else:
-            raise OutputError("the partial destination comes and goes", where=str(self.path), hint="repeat the command")
+            raise OutputError(
+                "other processes keep removing the partial destination", where=str(self.path), hint="repeat the command"
+            )
         self.watch_made()
         strange = sorted(n for n in self.folder.names() if not n.startswith(_OWN))
         if strange:
@@ -193,7 +195,7 @@ class Meeting:
     def take_part(self) -> Claim:
         """Raises OutputError when another process does this part."""
 
-        def refuse(watch: Watch) -> bool:
+        def refuse(watch: ClaimWatch) -> bool:
             found = watch.holder.holder
             if watch.beats or (found is not None and found.machine == machine()):
                 raise OutputError(
@@ -228,7 +230,7 @@ class Meeting:
         return next((n for n in self.fresh_names() if n == _OUTPUT or n.startswith(_OUTPUT + "-")), "")
 
     def union(self) -> Finished:
-        """What all journals say."""
+        """The finished work of all journals together."""
         found = Finished()
         for name in sorted(self.fresh_names()):
             if name.startswith(f"{JOURNAL}."):
@@ -271,7 +273,7 @@ class Meeting:
             return False
 
     def say_committing(self) -> None:
-        """What is about to become DST, and of what plan."""
+        """Record the files that are about to become DST, and their plan."""
         said = self._identity | {"files": _files(self._made)}
         self.folder.put(COMMITTING, json.dumps(said).encode() + b"\n")
 
@@ -317,9 +319,9 @@ class Meeting:
                 f"{_FAILED}{self._own}", json.dumps(said | {"what": what or repr(error), "wrong": wrong}).encode()
             )
 
-    def _failures(self) -> list[Failure]:
+    def _failures(self) -> list[PartFailure]:
         names = [n for n in self.folder.names() if n.startswith(_FAILED) and n != f"{_FAILED}{self._own}"]
-        found = [Failure.read(self.folder.read(n) or b"") for n in sorted(names)]
+        found = [PartFailure.read(self.folder.read(n) or b"") for n in sorted(names)]
         return [f for f in found if f is not None]
 
     @property
@@ -365,10 +367,10 @@ class Meeting:
         self.path.rmdir()
 
 
-class _Shared(LocalDestination, ABC):
+class _SharedDestination(LocalDestination, ABC):
     """A destination at which others are, too: how a process leaves it."""
 
-    meeting: Meeting
+    common: SharedPartial
     wrong = False
     """The input is: nothing that there is can be of use."""
 
@@ -378,13 +380,13 @@ class _Shared(LocalDestination, ABC):
 
     @property
     def locks(self) -> list[int]:
-        return [fd for fd in (self.meeting.folder.fd,) if fd >= 0]
+        return [fd for fd in (self.common.folder.fd,) if fd >= 0]
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
         """Tell the others, who stop. What is wrong for good is not kept."""
         self.wrong = wrong
-        if self.meeting.folder.fd >= 0:
-            self.meeting.fail(error, wrong=wrong)
+        if self.common.folder.fd >= 0:
+            self.common.fail(error, wrong=wrong)
 
     def close(self) -> None:
         self._leave(clear=False)
@@ -398,10 +400,10 @@ class _Shared(LocalDestination, ABC):
         for claim in self._let_go():
             if claim is not None:
                 claim.release()
-        if self.meeting.folder.fd >= 0:
+        if self.common.folder.fd >= 0:
             if clear:
-                self.meeting.clear_if_last()
-            self.meeting.close()
+                self.common.clear_if_last()
+            self.common.close()
 
     def _close_journal(self) -> None:
         if self._fd >= 0:
@@ -409,15 +411,15 @@ class _Shared(LocalDestination, ABC):
             self._fd = -1
 
 
-class MemberDestination(_Shared):
+class MemberDestination(_SharedDestination):
     """DST for a process that does its part; ``committer`` is what it is for the one that completes it."""
 
     def __init__(self, dst: Path, member: Member, *, single: bool = False) -> None:
         super().__init__(dst, single=single)
         self.member = member
-        self.meeting = Meeting(self, member)
+        self.common = SharedPartial(self, member)
         self.pages: dict[int, list[int]] = {}
-        """Of each output, what this part must not write."""
+        """The pages of each output that this part must not write."""
         self.edges: Callable[[], Sequence[Edge]] = list
         """What it has kept instead since this was last called."""
         self.verify_is_known = False
@@ -437,41 +439,41 @@ class MemberDestination(_Shared):
         return fd
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
-        if self.meeting.path.exists() and self.meeting.folder.fd < 0:
+        if self.common.path.exists() and self.common.folder.fd < 0:
             return  # parts may have ended while they gave it its name: `begin` finds out
         super().check_absent(force=force, appeared=appeared)
 
     def check_space(self, plan: Plan) -> None:
-        """Whoever prepares the outputs checks for all."""
+        """Does nothing: the part that prepares the outputs checks for all."""
 
     def begin(self, beginning: Beginning) -> Finished:
         """Join the others, and hear what all have finished. Raises CommittedError when DST is made already."""
         self._plan, self._tasks = beginning.plan, beginning.tasks
         hashes = sorted({k.partition(":")[2] or "xxh3_128" for t in self._tasks for k, _ in t.targets})
         parts = sum([len(t.parts) for t in self._tasks])
-        meeting = self.meeting
+        common = self.common
         try:
-            meeting.enter(self.share)
-            meeting.agree(self._plan, parts, hashes)
-            self._part = meeting.take_part()
+            common.enter(self.share)
+            common.agree(self._plan, parts, hashes)
+            self._part = common.take_part()
             self._settle_committing(force=beginning.force)
             super().check_absent(force=beginning.force)
-            meeting.know_failures()
-            self.verify_is_known = beginning.verify and meeting.ask_verify()
-            survey = Survey(self._plan, self._tasks)
+            common.know_failures()
+            self.verify_is_known = beginning.verify and common.ask_verify()
+            survey = TaskSurvey(self._plan, self._tasks)
             self._shares = survey.cut(self.member.of)
             self.pages = survey.shared_pages(self._shares)[self.member.number - 1]
-            self.partial = meeting.path / _OUTPUT / _FILES
+            self.partial = common.path / _OUTPUT / _FILES
             self._paths = [self.partial / o.name for o in self._plan.outputs]
-            return self._to_continue(meeting.union())
+            return self._to_continue(common.union())
         except BaseException as e:
-            committed = isinstance(e, OSError) and meeting.is_committed()
+            committed = isinstance(e, OSError) and common.is_committed()
             self._close_journal()
-            self._leave(clear=meeting.is_pointless())
+            self._leave(clear=common.is_pointless())
             if committed:
                 raise CommittedError from None
             if isinstance(e, OSError):
-                raise gone(e, self.meeting.path) from e
+                raise gone(e, self.common.path) from e
             raise
 
     def _to_continue(self, found: Finished) -> Finished:
@@ -487,14 +489,14 @@ class MemberDestination(_Shared):
 
     def _settle_committing(self, *, force: bool) -> None:
         """Find out what became of a commit whose process ended in its last step."""
-        meeting = self.meeting
-        if not meeting.is_committed():
-            meeting.check_known()
+        common = self.common
+        if not common.is_committed():
+            common.check_known()
             return
         with contextlib.suppress(OSError):  # who has done it removes it as well
-            if meeting.claims.take("commit", lambda _: not meeting.path.exists()):
+            if common.claims.take("commit", lambda _: not common.path.exists()):
                 self._put_back(force=force)
-                meeting.remove_all()
+                common.remove_all()
         raise CommittedError
 
     def _begin_journal(self) -> None:
@@ -502,8 +504,8 @@ class MemberDestination(_Shared):
         assert self._part is not None  # noqa: S101 - begin has taken it
         name = f"{JOURNAL}.{self.member.number}-{self.member.of}.{self._part.me.token[:16]}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(name, flags, 0o666, dir_fd=self.meeting.folder.fd)
-        self._journal = Journal(self._fd, str(self.meeting.path / name))
+        self._fd = os.open(name, flags, 0o666, dir_fd=self.common.folder.fd)
+        self._journal = Journal(self._fd, str(self.common.path / name))
         self._journal.begin(self._plan.digest(), parts)
 
     # -- work
@@ -514,7 +516,7 @@ class MemberDestination(_Shared):
         return self._shares[self.member.number - 1]
 
     def beat(self) -> None:
-        """From now on this process has threads, and one of them says that it lives."""
+        """Start the thread that reports that this process is alive; threads are allowed from now on."""
         if self._part is not None:
             self._part.beat()
 
@@ -527,55 +529,55 @@ class MemberDestination(_Shared):
         """Have the outputs made by one of the parts. ``make`` makes them below a directory and says which of them it
         could link, and how; that is returned, whoever has done it.
         """
-        meeting = self.meeting
+        common = self.common
         try:
-            if not meeting.output():
-                self._prepare = meeting.claims.take("prepare", self._is_prepared)
+            if not common.output():
+                self._prepare = common.claims.take("prepare", self._is_prepared)
             if self._prepare is not None:
                 self._prepare.beat()
-                if not meeting.output():
+                if not common.output():
                     super().check_space(self._plan)
                     self._make(make)
                 self._prepare.release()
                 self._prepare = None
-            name = meeting.output()
-            if not name and meeting.is_committed():
+            name = common.output()
+            if not name and common.is_committed():
                 raise CommittedError
-            meeting.watch_made()
+            common.watch_made()
             # Not before: with a journal, a part that has nothing to do is no longer waited for, and has to know DST.
             self._begin_journal()
-            self._linked = self._read_linked(meeting.folder.read(f"{name}/{_LINKED}") or b"[]")
+            self._linked = self._read_linked(common.folder.read(f"{name}/{_LINKED}") or b"[]")
         except OSError as e:
-            raise gone(e, self.meeting.path) from e
+            raise gone(e, self.common.path) from e
         for i, output in enumerate(self._plan.outputs):
-            path = str(meeting.path / name / _FILES / output.name)
-            check_made(path, output.size, meeting.path, linked=i in self._linked)
+            path = str(common.path / name / _FILES / output.name)
+            check_made(path, output.size, common.path, linked=i in self._linked)
         return self._linked
 
     def _read_linked(self, data: bytes) -> dict[int, str]:
-        """Which outputs share their bytes with a source, and how."""
+        """The outputs that share their bytes with a source, and how."""
         outputs = self._plan.outputs
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             found = [(i, how) for i, how in json.loads(data)]
             if all(type(i) is int and 0 <= i < len(outputs) and outputs[i].link and how in SHARED for i, how in found):
                 return dict(found)
-        raise _changed("what the parts left cannot be read", self.meeting.path / _OUTPUT / _LINKED, self.meeting.path)
+        raise _changed("what the parts left cannot be read", self.common.path / _OUTPUT / _LINKED, self.common.path)
 
-    def _is_prepared(self, _watch: Watch) -> bool:
-        self.meeting.check_failures()
-        return bool(self.meeting.output())
+    def _is_prepared(self, _watch: ClaimWatch) -> bool:
+        self.common.check_failures()
+        return bool(self.common.output())
 
     def _make(self, make: Callable[[Path], Mapping[int, str]]) -> None:
         """Make the outputs where nobody else looks, then give them their name."""
-        meeting, claim = self.meeting, self._prepare
+        common, claim = self.common, self._prepare
         assert claim is not None  # noqa: S101 - the caller has it
-        if meeting.union().parts:
+        if common.union().parts:
             what = "what the parts have written is gone, and they have recorded that it was there"
-            raise _changed(what, meeting.path / _OUTPUT, meeting.path)
-        for name in meeting.folder.names():
+            raise _changed(what, common.path / _OUTPUT, common.path)
+        for name in common.folder.names():
             if name.startswith(_MAKING):
-                shutil.rmtree(meeting.path / name, ignore_errors=True)
-        making = meeting.path / f"{_MAKING}{claim.me.token}"
+                shutil.rmtree(common.path / name, ignore_errors=True)
+        making = common.path / f"{_MAKING}{claim.me.token}"
         files = making / _FILES
         files.mkdir(parents=True)
         linked = make(files)
@@ -588,16 +590,16 @@ class MemberDestination(_Shared):
             sync_directory(directory)
         claim.check()
         with contextlib.suppress(FileExistsError, OSError):
-            making.rename(meeting.path / _OUTPUT)
-        meeting.folder.sync()
-        if not meeting.output():
+            making.rename(common.path / _OUTPUT)
+        common.folder.sync()
+        if not common.output():
             raise OutputError("the outputs cannot be given their name", where=str(making))
         shutil.rmtree(making, ignore_errors=True)  # somebody who took this process for dead was first
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         """Sync the files, then say so in the own journal, with the bytes that were kept back."""
-        with shared_errors(self.meeting.path):
-            self.meeting.check_failures()
+        with shared_errors(self.common.path):
+            self.common.check_failures()
         if self._part is not None:
             self._part.check()
         edges = self.edges()
@@ -609,13 +611,13 @@ class MemberDestination(_Shared):
 
         A part that has nothing to do is waited for as well: it would come when DST is there, and find it in its way.
         """
-        with shared_errors(self.meeting.path):
-            found, came = self.meeting.union(), self.meeting.came()
+        with shared_errors(self.common.path):
+            found, came = self.common.union(), self.common.came()
         done = {i for i, share in enumerate(self._shares, 1) if i in came and self._is_done(share, found)}
         waiting = tuple(i for i in range(1, self.member.of + 1) if i not in done)
         if self.member.number in waiting:
             what = "what this part has recorded is not there any more"
-            raise OutputError(what, where=str(self.meeting.path), hint="see who has removed it")
+            raise OutputError(what, where=str(self.common.path), hint="see who has removed it")
         if waiting:
             self.close()
         return waiting
@@ -636,9 +638,9 @@ class MemberDestination(_Shared):
         """All parts are done: what completes DST."""
         self._close_journal()
         linked = {p.number for t in self._tasks for p in t.parts if p.carried in self._linked}
-        made = CommitDestination(self.given, self.meeting, self._part, linked)
+        made = CommitDestination(self.given, self.common, self._part, linked)
         made.linked_outputs = {self._plan.outputs[i].name for i in self._linked}
-        self.meeting, self._part = Meeting(self, self.member), None
+        self.common, self._part = SharedPartial(self, self.member), None
         return made
 
     def _let_go(self) -> Sequence[Claim | None]:
@@ -647,16 +649,16 @@ class MemberDestination(_Shared):
         return claims
 
 
-class CommitDestination(_Shared):
+class CommitDestination(_SharedDestination):
     """DST for the part that completes it: all is written, in all journals together."""
 
-    def __init__(self, dst: Path, meeting: Meeting, part: Claim | None, linked: set[int]) -> None:
-        super().__init__(dst, single=meeting.single)
-        self.meeting = meeting
+    def __init__(self, dst: Path, common: SharedPartial, part: Claim | None, linked: set[int]) -> None:
+        super().__init__(dst, single=common.single)
+        self.common = common
         self._part = part
         self._linked = linked
         self.linked_outputs: set[str] = set()
-        """Those that share their bytes with a source."""
+        """The outputs that share their bytes with a source."""
         self.is_to_verify = False
         """A part was asked to verify DST."""
         self._commit: Claim | None = None
@@ -670,39 +672,39 @@ class CommitDestination(_Shared):
 
     def begin(self, beginning: Beginning) -> Finished:
         """Wait until no other part is at it. Raises CommittedError when one of them has done it."""
-        meeting = self.meeting
+        common = self.common
         try:
-            self._commit = meeting.claims.take("commit", self._is_over)
-            if self._commit is None or meeting.is_committed():
+            self._commit = common.claims.take("commit", self._is_over)
+            if self._commit is None or common.is_committed():
                 raise CommittedError
             self._commit.beat()
-            name, mine = meeting.output(), f"{_OUTPUT}-{self._commit.me.token}"
-            (meeting.path / name).rename(meeting.path / mine)
-            meeting.folder.sync()
-            self.is_to_verify = VERIFY in meeting.fresh_names()
-            self.partial = meeting.path / mine / _FILES
+            name, mine = common.output(), f"{_OUTPUT}-{self._commit.me.token}"
+            (common.path / name).rename(common.path / mine)
+            common.folder.sync()
+            self.is_to_verify = VERIFY in common.fresh_names()
+            self.partial = common.path / mine / _FILES
             self._paths = [self.partial / o.name for o in beginning.plan.outputs]
             self._put_back(force=beginning.force)
-            found = meeting.union()
+            found = common.union()
             self._check_edges(beginning.plan, found.edges)
         except BaseException as e:
-            committed = isinstance(e, CommittedError | OSError) and meeting.is_committed()
+            committed = isinstance(e, CommittedError | OSError) and common.is_committed()
             if committed and self._commit is not None:
                 with contextlib.suppress(OSError):  # whoever has done it was killed before this
-                    meeting.remove_all()
+                    common.remove_all()
             self.close()
             if committed:
                 raise CommittedError from None
             if isinstance(e, OSError):
-                raise gone(e, meeting.path) from e
+                raise gone(e, common.path) from e
             raise
         self._edges = found.edges
         return Finished(found.parts | self._linked, found.sums)
 
-    def _is_over(self, _watch: Watch) -> bool:
-        if self.meeting.is_committed():
+    def _is_over(self, _watch: ClaimWatch) -> bool:
+        if self.common.is_committed():
             return True
-        self.meeting.check_failures()
+        self.common.check_failures()
         return False
 
     def _check_edges(self, plan: Plan, edges: Sequence[Edge]) -> None:
@@ -710,12 +712,12 @@ class CommitDestination(_Shared):
         outputs = plan.outputs
         for file, at, data in edges:
             if file >= len(outputs) or at + len(data) > outputs[file].size or outputs[file].name in self.linked_outputs:
-                raise _changed("what a part has recorded does not fit its output", self.meeting.path, self.meeting.path)
+                raise _changed("what a part has recorded does not fit its output", self.common.path, self.common.path)
 
     def make(self, path: str, size: int) -> bool:
-        """It is there."""
+        """Does nothing: the output exists."""
         name = Path(path).relative_to(self.partial).as_posix()
-        check_made(path, size, self.meeting.path, linked=name in self.linked_outputs)
+        check_made(path, size, self.common.path, linked=name in self.linked_outputs)
         return True
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
@@ -729,30 +731,30 @@ class CommitDestination(_Shared):
 
     def seal(self) -> None:
         """Only the rename is missing; should it fail half way, what is renamed is known again."""
-        meeting = self.meeting
+        common = self.common
         assert self._commit is not None  # noqa: S101 - begin has taken it
         try:
             self._commit.check()
             for directory in self._directories():
                 sync_directory(directory)
-            meeting.say_committing()
+            common.say_committing()
         except OSError as e:
-            raise write_error(e, str(meeting.path), 0, 0) from e
+            raise write_error(e, str(common.path), 0, 0) from e
 
     def publish(self, *, force: bool) -> str | None:
-        meeting, note = self.meeting, None
+        common, note = self.common, None
         try:
             try:
                 note = self._put_in_place(force=force)
             except OutputError:
-                if not meeting.is_committed():
+                if not common.is_committed():
                     if self._commit is not None:
                         self._commit.check()
                     raise
             try:
-                meeting.remove_all()
+                common.remove_all()
             except OSError as e:
-                left = f"what the parts had in common could not be removed: {meeting.path}: {e.strerror}"
+                left = f"what the parts had in common could not be removed: {common.path}: {e.strerror}"
                 note = f"{note}; {left}" if note else left
         finally:
             self.close()
@@ -806,7 +808,7 @@ def _changed(what: str, where: str | Path, shared: Path) -> ConflictError:
 
 @contextlib.contextmanager
 def shared_errors(directory: Path) -> Iterator[None]:
-    """What goes wrong with the shared directory is an OutputError."""
+    """Turn OSErrors on the shared directory into OutputErrors."""
     try:
         yield
     except OSError as e:
@@ -814,8 +816,8 @@ def shared_errors(directory: Path) -> Iterator[None]:
 
 
 def gone(e: OSError, directory: Path) -> OutputError:
-    """What an error means on the shared directory."""
+    """The OutputError for an OSError on the shared directory."""
     if isinstance(e, FileNotFoundError):
-        what = "the partial destination is gone: another part has removed it, or somebody else"
+        what = "the partial destination is gone: another part or another user removed it"
         return OutputError(what, where=str(directory), hint="see why, and repeat the command")
     return write_error(e, str(directory), 0, 0)

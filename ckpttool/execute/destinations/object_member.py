@@ -48,7 +48,7 @@ from ckpttool.execute.files import Medium, Stopped
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import Member, RunOptions
 from ckpttool.execute.schedule import Part
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from ckpttool.storage.buckets.base import Bucket, GoneError, ObjectContent
 from ckpttool.version import __version__
 
@@ -143,7 +143,7 @@ class ObjectMember(ObjectDestination):
         sizes = self._outbox.sizes(len(plan.outputs))
         sent = [self._outbox.sent(i) for i in range(len(plan.outputs))]
         finished = Finished(Chunks(plan, tasks, sizes).finished(sent, sums), sums)
-        survey = Survey(plan, tasks)
+        survey = TaskSurvey(plan, tasks)
         claim = claims(survey, survey.cut(self.member.of), sizes, sent, finished)[self.member.number - 1]
         self.own, self.finished = claim.tasks, finished.parts
         cut = [[i, o.chunk, o.upload] for i, o in self._objects.items() if not o.is_done]

@@ -44,7 +44,7 @@ from ckpttool.execute.fleets.base import Answer, Order
 from ckpttool.execute.journal import Finished, ranges
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from ckpttool.storage.buckets import open_bucket
 from ckpttool.storage.buckets.base import Bucket, FileSlice, GoneError, ObjectInfo, SliceStoppedError
 from ckpttool.storage.objects import forget
@@ -432,7 +432,7 @@ class ObjectDestination:
                 hint="use one machine, a DST that all machines share, or --to hf",
             )
 
-    def orders(self, survey: Survey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
+    def orders(self, survey: TaskSurvey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
         """An object that is put whole is one chunk: the machine that makes it answers with its bytes."""
         outputs = self._plan.outputs
         sizes = [size or o.size for size, o in zip(self._outbox.sizes(len(outputs)), outputs, strict=True)]

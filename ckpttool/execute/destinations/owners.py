@@ -19,7 +19,7 @@ import numpy as np
 from ckpttool.execute.destinations.chunks import Range, covered, groups
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.schedule import operand_keys
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -38,7 +38,7 @@ class Claim:
 
 
 def claims(
-    survey: Survey,
+    survey: TaskSurvey,
     shares: Sequence[Sequence[int]],
     sizes: Sequence[int],
     sent: Sequence[Collection[int]] = (),
@@ -81,7 +81,7 @@ def claims(
 
 
 def _add_operands(
-    survey: Survey, share_of: Sequence[int], doing: Sequence[dict[int, set[int]]], sums: Collection[str]
+    survey: TaskSurvey, share_of: Sequence[int], doing: Sequence[dict[int, set[int]]], sums: Collection[str]
 ) -> None:
     """Tensors that an earlier run has written are read again where it has not left the hashes of their operands."""
     done = set().union(*doing)
@@ -96,7 +96,7 @@ class _Owners:
     """The share that owns each chunk of each output; -1 for chunks that nobody writes into, or that have been sent."""
 
     def __init__(
-        self, survey: Survey, share_of: _Numbers, sizes: Sequence[int], sent: Sequence[Collection[int]]
+        self, survey: TaskSurvey, share_of: _Numbers, sizes: Sequence[int], sent: Sequence[Collection[int]]
     ) -> None:
         size = np.array(sizes, np.int64)
         counts = [-(-o.size // n) if n else 0 for o, n in zip(survey.plan.outputs, sizes, strict=True)]

@@ -21,6 +21,6 @@ def fleet_for(text: str) -> Fleet:
     if given and not address.strip():
         raise UsageError(f"--on {text}: the address is empty", hint=f"--on {engine}=HOST:PORT, or --on {engine}")
     if engine not in ENGINES:
-        raise UsageError(f"--on {text}: there is no such engine", hint=f"engines: {', '.join(ENGINES)}")
+        raise UsageError(f"--on {text}: unknown engine", hint=f"engines: {', '.join(ENGINES)}")
     # A program that has imported the engine may be connected to a cluster, and has one connection.
     return connected(engine, address) if engine in sys.modules else ApartFleet(engine, address)

@@ -27,7 +27,7 @@ from urllib3.util.connection import create_connection
 
 from ckpttool.errors import CkptError, OutputError, not_installed
 from ckpttool.execute.error_data import error_from_data, error_to_data
-from ckpttool.execute.fleets.base import Fleet, Job, Order, Reply
+from ckpttool.execute.fleets.base import Fleet, FleetJob, Order, Reply
 
 _DISMISS = 30.0
 """Seconds for the process to let go of the machines."""
@@ -87,7 +87,7 @@ class ApartFleet:
             self.end(now=True)
             raise
 
-    def start(self, job: Job) -> None:
+    def start(self, job: FleetJob) -> None:
         self._ask("start", job)
 
     def nodes(self) -> int:

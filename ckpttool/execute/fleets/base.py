@@ -27,7 +27,7 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
-class Job(Protocol):
+class FleetJob(Protocol):
     """A run, for other machines. It can be pickled."""
 
     @property
@@ -40,10 +40,10 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of an order: exactly one of the last three is set."""
+    """Outcome of an order: exactly one of the last three fields is set."""
 
     ticket: int | None
-    """Of the order; None speaks of the node itself, which cannot do any."""
+    """Ticket of the order; None for a node that can do no orders."""
     node: str
     """The machine, as people know it."""
     answer: Answer | None = None
@@ -56,7 +56,7 @@ class Reply:
 class Fleet(Protocol):
     """Machines that work for a run. All methods are called from one thread, and raise CkptErrors."""
 
-    def start(self, job: Job) -> None:
+    def start(self, job: FleetJob) -> None:
         """Take a job to the machines there are; more may come later. Called again when all orders of a job are
         answered and there is another one. Raises UsageError when there is no fleet, OutputError when no machine works.
         """
@@ -71,7 +71,7 @@ class Fleet(Protocol):
         """Have an order done somewhere. Tickets are not used twice."""
 
     def replies(self, timeout: float) -> Sequence[Reply]:
-        """What there is to hear, or an empty list after ``timeout`` seconds."""
+        """The replies that have arrived, or an empty list after ``timeout`` seconds."""
 
     def end(self, *, now: bool) -> None:
         """Let go of the machines; with ``now``, of those that still work, too. May be called twice."""

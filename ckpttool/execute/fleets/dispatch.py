@@ -22,7 +22,7 @@ _TICK = 0.2
 """Seconds after which ``stop`` is looked at."""
 
 
-class _PendingOrder:
+class _DispatchedOrder:
     """An order, and the nodes that have lost it."""
 
     def __init__(self, order: Order) -> None:
@@ -38,8 +38,8 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
     OutputError when an order is lost too often or no node is left.
     """
     coming = iter(orders)
-    waiting: deque[_PendingOrder] = deque()
-    away: dict[int, _PendingOrder] = {}
+    waiting: deque[_DispatchedOrder] = deque()
+    away: dict[int, _DispatchedOrder] = {}
     heard: deque[Reply] = deque()
     seen = time.monotonic()
     while not stop.is_set():
@@ -65,20 +65,20 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
         if away or fleet.nodes():
             seen = time.monotonic()
         elif time.monotonic() - seen >= PATIENCE:
-            raise OutputError("no node is left to work", hint="see that the cluster has nodes with a free CPU")
+            raise OutputError("no node is left to work", hint="make sure that the cluster has nodes with a free CPU")
 
 
-def _has_one(waiting: deque[_PendingOrder], coming: Iterator[Order]) -> bool:
+def _has_one(waiting: deque[_DispatchedOrder], coming: Iterator[Order]) -> bool:
     """Whether there is something to send; the next order is made when it is needed."""
     if not waiting:
-        waiting.extend(_PendingOrder(order) for order in islice(coming, 1))
+        waiting.extend(_DispatchedOrder(order) for order in islice(coming, 1))
     return bool(waiting)
 
 
-def _again(pending: _PendingOrder, reply: Reply) -> _PendingOrder:
+def _again(pending: _DispatchedOrder, reply: Reply) -> _DispatchedOrder:
     """A lost order is to be sent once more. Raises OutputError when that was done too often."""
     pending.losses.append(f"on {reply.node}: {reply.lost}")
     if len(pending.losses) >= TRIES:
         hint = "if memory was short, use fewer --workers or less --memory"
-        raise OutputError(f"the same work was lost {TRIES} times", where=pending.losses, hint=hint)
+        raise OutputError(f"a task was lost {TRIES} times", where=pending.losses, hint=hint)
     return pending

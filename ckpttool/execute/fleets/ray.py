@@ -29,7 +29,7 @@ from urllib3.util.connection import create_connection
 from ckpttool import version
 from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
 from ckpttool.execute.error_data import error_from_data, on_node
-from ckpttool.execute.fleets.base import Job, Order, Reply
+from ckpttool.execute.fleets.base import FleetJob, Order, Reply
 from ckpttool.version import __version__
 
 _DEPTH = 2
@@ -61,7 +61,7 @@ class _Station:
     """A node, and its worker."""
 
     node: str
-    """Its number in the cluster."""
+    """Ray's identifier of the node."""
     label: str
     worker: Any = None
     ready: bool = False
@@ -89,7 +89,7 @@ class RayFleet:
         self._trouble = ""
         """Why the last worker could not begin."""
 
-    def start(self, job: Job) -> None:
+    def start(self, job: FleetJob) -> None:
         if not self._connected:
             self._ours = not ray.is_initialized()
             _reach(self._address)

@@ -1,4 +1,4 @@
-"""The same thing done of many items by the machines of a fleet: what ``in_turn`` does with the threads of one."""
+"""One function applied to many items by the machines of a fleet, as ``in_turn`` does with threads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a machine may use, in each process."""
+class CallLimits:
+    """Memory, connections and threads of each process."""
 
     ahead: int = AHEAD
     """Bytes for what it reads ahead from other machines: enough to fill a link of 10 Gbit/s."""
@@ -52,12 +52,12 @@ def map_over(
     work: Work[_Item, _Result],
     items: Sequence[_Item],
     sizes: Sequence[int],
-    limits: Limits | None = None,
+    limits: CallLimits | None = None,
     *,
     stop: threading.Event | None = None,
     advance: Advance = unwatched,
 ) -> Iterator[_Result]:
-    """What ``work`` makes of each item, in the order of the items. Starts a job of its own on the fleet.
+    """The results of ``work`` for each item, in order. Starts a job of its own on the fleet.
 
     ``sizes`` are the bytes that each item stands for; ``advance`` hears of those that are done. Raises what the work
     raises and what ``dispatch`` raises, and Stopped once ``stop`` is set.
@@ -65,7 +65,7 @@ def map_over(
     if not items:
         return
     stop = stop or threading.Event()
-    fleet.start(Calls(secrets.token_hex(8), work, limits or Limits(), settings()))
+    fleet.start(CallJob(secrets.token_hex(8), work, limits or CallLimits(), settings()))
     runs = list(_runs(sizes, max(SMALLEST, min(LARGEST, sum(sizes) // (_EACH * max(1, fleet.nodes()))))))
     orders = ({"run": i, "items": list(items[a:b])} for i, (a, b) in enumerate(runs))
     early: dict[int, list[_Result]] = {}
@@ -93,26 +93,26 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls(Generic[_Item, _Result]):
+class CallJob(Generic[_Item, _Result]):
     """Work for other machines."""
 
     digest: str
     work: Work[_Item, _Result]
-    limits: Limits
+    limits: CallLimits
     access: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self) -> Calling[_Item, _Result]:
+    def open(self) -> CallWorker[_Item, _Result]:
         """Raises AccessError for a file that is not here, or another one."""
         use_settings(self.access)
         check_here(source_files(self.work.files))
-        return Calling(self)
+        return CallWorker(self)
 
 
 @dataclass(slots=True)
-class Calling(Generic[_Item, _Result]):
+class CallWorker(Generic[_Item, _Result]):
     """The work, in a process of a machine. Files stay open from one order to the next."""
 
-    job: Calls[_Item, _Result]
+    job: CallJob[_Item, _Result]
     _open: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:

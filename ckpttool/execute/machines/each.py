@@ -1,4 +1,4 @@
-"""The same thing done of many items: by the threads of this machine, or by the machines of a fleet."""
+"""One function applied to many items: by the threads of this machine, or by the machines of a fleet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def each(
     size: Callable[[_Item], int],
     fleet: Fleet | None = None,
 ) -> Iterator[_Result]:
-    """What ``work`` makes of each item, in order: here, or on a fleet.
+    """The results of ``work`` for each item, in order: computed here, or on a fleet.
 
     ``size`` says how many bytes an item stands for. Raises what the work raises and what ``dispatch`` raises.
     """

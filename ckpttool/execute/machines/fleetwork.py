@@ -21,7 +21,7 @@ from ckpttool.execute.journal import Finished
 from ckpttool.execute.machines.node import NodeJob
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task, large_units, operand_keys
-from ckpttool.execute.shares import Survey
+from ckpttool.execute.shares import TaskSurvey
 from ckpttool.execute.workforce import Outlet, Watcher
 from ckpttool.storage.travel import check_sent
 
@@ -43,7 +43,7 @@ def waning(pieces: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
 
 
 class Fleetwork:
-    """What ``Workforce`` is on this machine."""
+    """Has the machines of a fleet carry out tasks, as ``Workforce`` does on this one."""
 
     def __init__(
         self, plan: Plan, destination: Destination, fleet: Fleet, options: RunOptions, hashes: Sequence[str]
@@ -83,7 +83,7 @@ class Fleetwork:
         paths = [str(self.destination.partial / o.name) for o in self.plan.outputs]
         outlet = Outlet(paths, self.destination.spools)
         self._link(tasks, finished, outlet, pool, watcher)
-        survey = Survey(self.plan, tasks)
+        survey = TaskSurvey(self.plan, tasks)
         self.fleet.start(self._job(tasks))
         total, nodes = self.plan.bytes_written, max(1, self.fleet.nodes())
         count = max(1, min(_FINEST * _SHARES * nodes, max(nodes, total // self.destination.least_share)))
@@ -141,7 +141,7 @@ class Fleetwork:
         watcher.moved(self._moved)
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
-        """Nothing: what is answered is remembered at once."""
+        """Nothing: answered parts are recorded at once."""
         return [], {}
 
     def end(self, *, now: bool) -> None:

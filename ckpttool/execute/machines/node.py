@@ -36,10 +36,10 @@ from ckpttool.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class NodeJob:
-    """A run, as other machines see it; see ``ckpttool.execute.fleets.base.Job``."""
+    """A run, as other machines see it; see ``ckpttool.execute.fleets.base.FleetJob``."""
 
     digest: str
-    """Of this run of this plan."""
+    """Digest of this run of this plan."""
     plan: Plan
     planned: str
     """The digest of the plan."""
@@ -55,10 +55,10 @@ class NodeJob:
     connections: int | None
     version: str = __version__
     directory: str = field(default_factory=os.getcwd)
-    """In which relative paths are meant."""
+    """Working directory of the run: the base of relative paths."""
     access: Mapping[str, str] = field(default_factory=settings)
 
-    def open(self) -> Node:
+    def open(self) -> NodeWorker:
         """Raises UsageError, ConflictError or AccessError where this machine is unfit for the run."""
         if self.version != __version__:
             raise UsageError(
@@ -66,10 +66,10 @@ class NodeJob:
                 hint="install the same version on all nodes, or none: then the run brings its own",
             )
         use_settings(self.access)
-        return Node(self)
+        return NodeWorker(self)
 
 
-class Node:
+class NodeWorker:
     """Does shares, one after the other."""
 
     def __init__(self, job: NodeJob) -> None:
@@ -137,10 +137,10 @@ class Node:
     # -- seen by the workforce
 
     def finished(self, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
-        """What is finished is told when all of it is."""
+        """Does nothing: finished parts are reported with the answer."""
 
     def moved(self, nbytes: int) -> None:
-        """Nobody watches a node."""
+        """Does nothing: a node shows no progress."""
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
         self._branch.record(pool, parts, sums)

@@ -1,4 +1,4 @@
-"""What can be done of many items, wherever that is."""
+"""The interface of a function over many items, for this machine or a fleet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Made_co = TypeVar("_Made_co", covariant=True)
 
 
 class Work(Protocol[_Given_contra, _Made_co]):
-    """What is done of each item by itself. Work, items and results can be pickled."""
+    """A function of one item. Work, items and results can be pickled."""
 
     @property
     def files(self) -> Iterable[DataFile]:
-        """What must be the same on all machines. Their texts may be others there, so results hold none."""
+        """Files that must be the same on all machines. Their texts may be others there, so results hold none."""
 
     def reads(self, item: _Given_contra, /) -> Reads:
-        """What will be read from other machines."""
+        """Byte ranges that will be read from other machines."""
 
     def do(self, item: _Given_contra, /) -> _Made_co:
         """Called by several threads that read blocks; see ``reading``."""

@@ -82,7 +82,7 @@ LAUNCHERS = (
     # https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     Launcher("a Kubernetes job", 0, "JOB_COMPLETION_INDEX"),
 )
-"""From the inside out."""
+"""The launchers, the innermost first."""
 
 _ALLOCATIONS = (
     (
@@ -98,7 +98,7 @@ _ALLOCATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Which of how many processes this is."""
+    """The number of this process and of all, and where they come from."""
 
     member: Member
     source: str = ""
@@ -106,12 +106,12 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a launcher's variables say."""
+class _LauncherVariables:
+    """The values of a launcher's variables."""
 
     by: Launcher
     rank: int
-    """From 0."""
+    """Number of this process, from 0."""
     size: int | None
     spans: int | None
     said: str
@@ -156,7 +156,7 @@ def membership(said: str, environment: Mapping[str, str]) -> Membership:
     return Membership(_member(found.rank + 1, of, f"--part {said}", found), str(found))
 
 
-def _member(number: int, of: int, option: str, found: _Found | None = None) -> Member:
+def _member(number: int, of: int, option: str, found: _LauncherVariables | None = None) -> Member:
     where = () if found is None else str(found)
     if not 1 <= of <= MOST:
         raise UsageError(f"{option}: the number of parts is from 1 to {MOST:,}", where=where, hint=_EXAMPLE)
@@ -171,7 +171,7 @@ def _member(number: int, of: int, option: str, found: _Found | None = None) -> M
     return Member(number, of)
 
 
-def _innermost(found: list[_Found], environment: Mapping[str, str]) -> _Found:
+def _innermost(found: list[_LauncherVariables], environment: Mapping[str, str]) -> _LauncherVariables:
     """The launcher that counts, of those that left variables. Raises UsageError where there is none, or no telling."""
     inner = [f for f in found if f.by.depth and f.size is not None]
     for one, other in permutations(inner, 2):
@@ -194,7 +194,7 @@ def _innermost(found: list[_Found], environment: Mapping[str, str]) -> _Found:
     )
 
 
-def _compare(inner: _Found, outer: _Found) -> None:
+def _compare(inner: _LauncherVariables, outer: _LauncherVariables) -> None:
     """Raises UsageError where two launchers of processes cannot both be right."""
     if inner.by.depth < outer.by.depth or outer.size is None:
         return
@@ -210,7 +210,7 @@ def _compare(inner: _Found, outer: _Found) -> None:
         )
 
 
-def _contradiction(one: _Found, other: _Found) -> UsageError:
+def _contradiction(one: _LauncherVariables, other: _LauncherVariables) -> UsageError:
     return UsageError(
         f"--part auto: {one.by.name} and {other.by.name} disagree about which process this is",
         where=(str(one), str(other)),
@@ -218,7 +218,7 @@ def _contradiction(one: _Found, other: _Found) -> UsageError:
     )
 
 
-def _refuse_lone(found: Sequence[_Found]) -> None:
+def _refuse_lone(found: Sequence[_LauncherVariables]) -> None:
     """Raises UsageError for an array of one, which may be the one of many that is done again."""
     for f in found:
         if f.by.first and f.size == 1:
@@ -229,7 +229,7 @@ def _refuse_lone(found: Sequence[_Found]) -> None:
             )
 
 
-def _refuse_allocation(found: Sequence[_Found], environment: Mapping[str, str]) -> None:
+def _refuse_allocation(found: Sequence[_LauncherVariables], environment: Mapping[str, str]) -> None:
     """Raises UsageError in a job in which no launcher was started: there is one process, and many are wanted."""
     several = any(environment.get(name, "1") != "1" for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
     if any(f.by.depth or (f.size != 1 and not several) for f in found):
@@ -240,8 +240,8 @@ def _refuse_allocation(found: Sequence[_Found], environment: Mapping[str, str]) 
             raise UsageError(f"--part auto: this is {what}", where=said, hint=hint)
 
 
-def _read(row: Launcher, environment: Mapping[str, str]) -> _Found | None:
-    """What a launcher says; None where it says nothing."""
+def _read(row: Launcher, environment: Mapping[str, str]) -> _LauncherVariables | None:
+    """The values of a launcher's variables; None where they are not set."""
     if not environment.get(row.rank) or (row.beside and not _is_there(row, environment)):
         return None
     if row.loose and any(r.rank == row.rank and _is_there(r, environment) for r in LAUNCHERS if not r.loose):
@@ -259,7 +259,7 @@ def _read(row: Launcher, environment: Mapping[str, str]) -> _Found | None:
                 where=said,
                 hint=f"number them without gaps (--array=1-8), or say it yourself: {_EXAMPLE}",
             )
-    return _Found(row, rank, size, spans, said)
+    return _LauncherVariables(row, rank, size, spans, said)
 
 
 def _is_there(row: Launcher, environment: Mapping[str, str]) -> bool:

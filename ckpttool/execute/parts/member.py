@@ -61,15 +61,15 @@ def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: P
             gc.unfreeze()
 
 
-def _share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> _Part:
+def _share(plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> _PartRun:
     if isinstance(destination, MemberDestination):
-        return _Share(plan, destination, options, progress)
+        return _MemberRun(plan, destination, options, progress)
     from ckpttool.execute.parts.member_objects import share  # with a package that a directory does not need
 
     return share(plan, destination, options, progress)
 
 
-class _Joined(Protocol):
+class _PartDestination(Protocol):
     """DST for a process that does its part."""
 
     verify_is_known: bool
@@ -78,11 +78,11 @@ class _Joined(Protocol):
     def given(self) -> Place: ...
 
 
-class _Part(Protocol):
+class _PartRun(Protocol):
     """A share of a run, and what comes after the last one."""
 
     @property
-    def destination(self) -> _Joined: ...
+    def destination(self) -> _PartDestination: ...
 
     options: RunOptions
     plan: Plan
@@ -93,7 +93,7 @@ class _Part(Protocol):
     def commit(self) -> Run: ...
 
 
-def _together(mine: _Part, member: Member) -> RunResult:
+def _together(mine: _PartRun, member: Member) -> RunResult:
     """Do a share, then what is left to do when all are done."""
     result = _nothing_done(mine.plan, mine.options)
     try:
@@ -129,8 +129,8 @@ def _ended(progress: Progress, result: RunResult, said: str, standing: Standing)
     return replace(result, notes=[*result.notes, said], standing=standing)
 
 
-class _Pages(WithholdingMedium):
-    """Keeps what other machines write, too, and lets nobody write who was thought dead."""
+class _CheckedMedium(WithholdingMedium):
+    """Withholds pages that other machines write, and refuses writes of a process whose claim was taken over."""
 
     def __init__(self, medium: Medium, check: Callable[[], None]) -> None:
         super().__init__(medium)
@@ -141,7 +141,7 @@ class _Pages(WithholdingMedium):
         super().write(path, offset, data, scattered=scattered)
 
 
-class _Share(Run):
+class _MemberRun(Run):
     """A part of a run."""
 
     destination: MemberDestination
@@ -153,7 +153,7 @@ class _Share(Run):
         """Parts that are not done when this one is."""
 
     def _medium(self, medium: Medium) -> Medium:
-        return _Pages(medium, self.destination.check_lately)
+        return _CheckedMedium(medium, self.destination.check_lately)
 
     def _start_executor(self, finished: Finished) -> TaskExecutor:
         executor = super()._start_executor(finished)
@@ -177,10 +177,10 @@ class _Share(Run):
     def _publish(self) -> None:
         """See ``_seal``."""
 
-    def commit(self) -> _Commit:
-        """What completes DST, once no part is left."""
+    def commit(self) -> _MemberCommit:
+        """The run that completes DST, once no part is left."""
         options = replace(self.options, member=None, resume=True)
-        made = _Commit(self.plan, self.destination.committer(), options, self.progress)
+        made = _MemberCommit(self.plan, self.destination.committer(), options, self.progress)
         made.again = self.again
         return made
 
@@ -196,7 +196,7 @@ class _Share(Run):
     def _prepare(self, pool: Medium, finished: Finished) -> None:
         """Have the outputs made, by this part or another one."""
         assert isinstance(pool, WithholdingMedium)  # noqa: S101 - for mypy: see ``_medium``
-        pool.scratch = str(self.destination.meeting.path)  # what is below stays where it is
+        pool.scratch = str(self.destination.common.path)  # what is below stays where it is
         paths, pages = self.outlet.paths, self.destination.pages
         outputs = {path: i for i, path in enumerate(paths)}
 
@@ -253,15 +253,15 @@ class _Share(Run):
         self._show(self.skipped)
 
     def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
-        if self.destination.meeting.is_committed():
+        if self.destination.common.is_committed():
             self.destination.close()
             return CommittedError()
         _tell(self.destination, error, wrong=not self._may_pass(error))
         return super()._give_up(error, pool)
 
 
-class _Commit(Run):
-    """What comes after the last share: everything is written, and DST is not there yet."""
+class _MemberCommit(Run):
+    """Completes DST after the last share: everything is written, and the rename is left."""
 
     destination: CommitDestination
 
@@ -275,7 +275,7 @@ class _Commit(Run):
         self.shown = self.plan.bytes_written
 
     def _give_up(self, error: BaseException, pool: Medium) -> BaseException:
-        if self.destination.meeting.is_committed():
+        if self.destination.common.is_committed():
             self.destination.close()
             return CommittedError()
         _tell(self.destination, error, wrong=not self._may_pass(error))

@@ -109,12 +109,12 @@ class SentShare(Run):
         self._show(self.skipped)
 
     def _checksums(self) -> list[Checksum]:
-        """Those of all parts are known to the one that completes DST."""
+        """No checksums: the process that completes DST reads those of all parts."""
         return []
 
 
 class SentCommit(Run):
-    """What comes after the last share: the store has nearly everything, and DST is not there yet."""
+    """Completes DST after the last share: the store has nearly everything, and DST is not there yet."""
 
     destination: ObjectCommit
 
