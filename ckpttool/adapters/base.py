@@ -18,7 +18,7 @@ ANOTHER_MODEL = "is this the model for which the adapter was trained?"
 """What to ask when shapes do not fit."""
 
 
-class Choice(NamedTuple):
+class CandidateParameter(NamedTuple):
     """A parameter of a module of PEFT that factors may belong to; file names do not say which."""
 
     name: str
@@ -39,10 +39,10 @@ class Pair(NamedTuple):
     rank: int
     """As the config gives it; of each expert, if stacked."""
     factor: float
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[CandidateParameter, ...] = ()
     """Stacked weights of PEFT, in place of rank and factor."""
 
-    def of(self, choice: Choice) -> Pair:
+    def of(self, choice: CandidateParameter) -> Pair:
         """The same where it is known which parameter it is for."""
         return self._replace(rank=choice.rank, factor=choice.factor, choices=(choice,))
 
@@ -119,7 +119,7 @@ class Adapter(ABC):
         return DerivedTensor(tensor, t.dtype, t.shape, t)
 
 
-class Term(NamedTuple):
+class LowRankTerm(NamedTuple):
     """``factor * up @ down``, added to a box of a base tensor in the orientation in which that is stored.
 
     A base tensor of more than two axes is meant as a matrix with the columns that ``down`` has: experts [E, n, m] as
@@ -140,7 +140,7 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """What becomes of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
 
-    terms: tuple[Term, ...] = ()
+    terms: tuple[LowRankTerm, ...] = ()
     whole: DerivedTensor | None = None
     in_place: bool = False
     """``whole`` holds for all layers that share the base tensor."""

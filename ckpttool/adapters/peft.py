@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool.adapters.base import (
     ANOTHER_MODEL,
     Adapter,
-    Choice,
+    CandidateParameter,
     Factors,
     Kind,
     Pair,
@@ -60,7 +60,7 @@ _WRAPPER = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)(?=\.)")
 """What the names of wrapped modules have that the base's names do not."""
 
 
-class _Factor(NamedTuple):
+class _FactorName(NamedTuple):
     module: str
     kind: Kind
     side: str
@@ -154,7 +154,7 @@ def check(config: Mapping[str, Any], path: str) -> None:
             raise UnsupportedError(f"the adapter has `{field}`, which is not known", where=path)
 
 
-def _factor(name: str, path: str) -> _Factor | None:
+def _factor(name: str, path: str) -> _FactorName | None:
     """What a tensor is by its name; None for a tensor that was trained as it is."""
     found = _FACTOR.fullmatch(name)
     if found is None:
@@ -167,7 +167,7 @@ def _factor(name: str, path: str) -> _Factor | None:
         raise UnsupportedError(f"`{name}`: {REFUSED['lora_bias']}", where=path)
     if len(rest) - weight > 1 or (not found["embedding"] and not weight):
         raise UnsupportedError(f"`{name}` is nothing that plain LoRA has", where=path)
-    return _Factor(found["module"], "embedding" if found["embedding"] else "linear", found["side"])
+    return _FactorName(found["module"], "embedding" if found["embedding"] else "linear", found["side"])
 
 
 def _pair(
@@ -179,7 +179,7 @@ def _pair(
     if min(map(len, shapes)) < 2:
         raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not matrices", where=path)
     if parameters := _parameters(plain, config, path) if kind == "linear" else ():
-        choices = tuple([Choice(p, *rank_of(f"{plain}.{p}", config, path)) for p in parameters])
+        choices = tuple([CandidateParameter(p, *rank_of(f"{plain}.{p}", config, path)) for p in parameters])
         return Pair(plain, "stacked", a, b, 0, 0.0, choices)
     rank, factor = rank_of(plain, config, path)
     check_rank(catalog, a, b, (shapes[0][0], shapes[1][1]), rank, path)

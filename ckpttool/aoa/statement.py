@@ -17,7 +17,7 @@ DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 PLACEHOLDER = re.compile(r"\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID")
 
 
-class Place(NamedTuple):
+class StatementPlace(NamedTuple):
     """Where a statement stands, for messages."""
 
     file: str
@@ -63,7 +63,7 @@ class Statement:
     right: tuple[Var, ...]
     text: str
     """As it was written."""
-    place: Place
+    place: StatementPlace
     axis: int | None = None
     permute: tuple[int, ...] | None = None
     """() reverses all axes."""

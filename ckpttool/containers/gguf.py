@@ -41,7 +41,7 @@ _CODED = {
 _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
 
 
-class Described(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of the file."""
 
     name: str
@@ -62,7 +62,7 @@ class GgufFile(NamedTuple):
     info: DataFile
     keys: dict[str, Any]
     """Without long arrays, which are None."""
-    tensors: list[Described]
+    tensors: list[GgufTensor]
 
 
 def read_gguf(path: Place) -> GgufFile:
@@ -72,10 +72,10 @@ def read_gguf(path: Place) -> GgufFile:
     UnsupportedError for big-endian files, versions and types that are not read.
     """
     with readable(path), open_file(path) as file:
-        return _Header(file, path).read()
+        return _GgufHeader(file, path).read()
 
 
-class _Header:
+class _GgufHeader:
     """A header that is being read."""
 
     def __init__(self, file: OpenFile, path: Place) -> None:
@@ -174,7 +174,7 @@ class _Header:
         self.check(placed, base, alignment)
         return GgufFile(self.file.info, said, placed)
 
-    def tensor(self) -> Described:
+    def tensor(self) -> GgufTensor:
         name, axes = self.text(), self.number("I")
         if axes > 8:
             self.corrupt(f"tensor `{name[:80]}` has {axes} axes")
@@ -192,13 +192,13 @@ class _Header:
         if kind == Q8_0:
             if not shape or shape[-1] % Q8_ELEMENTS:
                 self.corrupt(f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are no blocks of {Q8_ELEMENTS}")
-            return Described(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
+            return GgufTensor(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
         if kind not in _DTYPES:
             self.corrupt(f"tensor `{name[:80]}` has the type {kind}, which there is not")
         dtype = _DTYPES[kind]
-        return Described(name, dtype, shape, offset, elements * _SIZES[dtype], coded=False)
+        return GgufTensor(name, dtype, shape, offset, elements * _SIZES[dtype], coded=False)
 
-    def check(self, tensors: list[Described], base: int, alignment: int) -> None:
+    def check(self, tensors: list[GgufTensor], base: int, alignment: int) -> None:
         """Tensors lie in the file, aligned, and not on each other; each name is there once."""
         names: set[str] = set()
         end, last, size = base, "", self.file.info.size

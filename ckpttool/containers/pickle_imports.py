@@ -121,7 +121,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _FULL = 0xFFFFFFFF
 
 
-class Named(NamedTuple):
+class NamedGlobal(NamedTuple):
     """A global that a file's pickles name; ``ckpttool.answers.findings.Import`` says what the fields are."""
 
     name: str
@@ -136,13 +136,13 @@ def imports(path: Place) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda n: (not is_dangerous(n), n)))
 
 
-def named(path: Place) -> list[Named]:
+def named(path: Place) -> list[NamedGlobal]:
     """Every global of all pickles in a file, in the order in which it names them; each once for a member.
 
     A plain pickle, several one behind another (torch before 1.6), zips with ``.pkl`` in them (torch). [] for a file
     that is none of these. Raises OSError.
     """
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], NamedGlobal] = {}
     with path.open("rb") as f:
         head = f.read(4)
         budget = _Budget(f.seek(0, io.SEEK_END))
@@ -153,7 +153,7 @@ def named(path: Place) -> list[Named]:
                     _NAME.fullmatch(name) and is_dangerous(name)
                 ):
                     continue  # nothing says that this is a pickle: any bytes name something
-                first = found.get((name, member), Named(name, member, offset, 0))
+                first = found.get((name, member), NamedGlobal(name, member, offset, 0))
                 found[name, member] = first._replace(times=first.times + 1)
                 if len(found) >= MAX_NAMES:
                     return list(found.values())
@@ -193,7 +193,7 @@ def _zips(f: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     end = f.seek(0, io.SEEK_END)
     for _ in range(_MAX_ZIPS):
         begin = _begin(f, end)
-        for name, stream in _members(_Slice(f, begin, end) if begin else f):
+        for name, stream in _members(_FileSlice(f, begin, end) if begin else f):
             yield f"@{begin} {name}" if begin else name, stream
         if not begin:
             return
@@ -218,7 +218,7 @@ def _begin(f: IO[bytes], end: int) -> int:
     return begin if f.read(4) == _ZIP else 0
 
 
-class _Slice(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Bytes ``begin`` to ``end`` of a file, as a file."""
 
     def __init__(self, f: IO[bytes], begin: int, end: int) -> None:
@@ -243,7 +243,7 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def _members(f: IO[bytes] | _Slice) -> Iterator[tuple[str, IO[bytes]]]:
+def _members(f: IO[bytes] | _FileSlice) -> Iterator[tuple[str, IO[bytes]]]:
     """Pickles in a zip."""
     # What zipfile cannot open, nothing can load either.
     with suppress(*_BROKEN), zipfile.ZipFile(f) as archive:

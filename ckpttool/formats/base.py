@@ -71,7 +71,7 @@ class ParamGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingState:
     """What a trainer keeps beside tensors."""
 
     groups: tuple[ParamGroup, ...] = ()
@@ -93,7 +93,7 @@ class Training:
         return None
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """What a tensor of the files is of a tensor in memory."""
 
     name: str
@@ -111,7 +111,7 @@ class ModelForm(NamedTuple):
     order: tuple[str, ...]
     """Names in the order of the model's ``named_parameters()``; () where nobody knows it."""
     shapes: Mapping[str, tuple[int, ...]]
-    shares: Mapping[str, tuple[Share, ...]] = MappingProxyType({})
+    shares: Mapping[str, tuple[TensorShare, ...]] = MappingProxyType({})
     """What each consists of, where the files hold it otherwise; {} where none is."""
 
 
@@ -155,7 +155,7 @@ class StoredCheckpoint:
     """Ranks that share the optimizer state of one model-parallel rank."""
     native: Any = None
     """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
-    training: Training | None = None
+    training: TrainingState | None = None
     """What else a trainer resumes from; its parameters have the names of the catalog."""
     indexes: tuple[Place, ...] = ()
     """Pickles without tensors that were read in full, so that nobody has to look for code in them: metadata."""
@@ -205,7 +205,7 @@ class WriteRequest:
     """``v1``, ``v2`` or "" (not said)."""
     version: str = ""
     """Of the software that shall read it (--target), or ""."""
-    training: Training | None = None
+    training: TrainingState | None = None
     """What a trainer resumes from beside tensors; its parameters have the names of the output."""
     source: StoredCheckpoint | None = None
     """Where the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
@@ -268,7 +268,7 @@ class Capabilities(NamedTuple):
     float32: tuple[str, ...] = ()
     """Patterns of model weights that its software keeps in float32, whatever --dtype says."""
     counts_steps: bool = False
-    """Its files have the steps of the optimizer as plain numbers (``Training.steps``)."""
+    """Its files have the steps of the optimizer as plain numbers (``TrainingState.steps``)."""
     keeps_form: bool = False
     """Whole tensors as they were published: they keep the form of their family that they have."""
     keeps_names: bool = False
@@ -375,7 +375,7 @@ class Writer(Protocol):
         """Name the files, their exact sizes and headers, and what lies beside them."""
 
 
-class Checked(NamedTuple):
+class FormatCheck(NamedTuple):
     """What a format's own check found."""
 
     found: list[tuple[str, str, str, str]]
@@ -390,7 +390,7 @@ class ChecksItself(Protocol):
 
     name: str
 
-    def check(self, listing: Listing) -> Checked:
+    def check(self, listing: Listing) -> FormatCheck:
         """Everything that is wrong with the files."""
 
 
@@ -535,7 +535,7 @@ def fill_files(tensors: Sequence[RankTensor], limit: int | None) -> list[list[Ra
     return groups
 
 
-class Places(Mapping[str, tuple[int, int]]):
+class RankPlaces(Mapping[str, tuple[int, int]]):
     """Where the tensors of a rank lie: ``RankTensor.slot`` -> (file, byte offset)."""
 
     __slots__ = ("_files", "_index", "_offsets")
@@ -575,11 +575,11 @@ def build_files(
             slots.append(t.slot)
             where.append(at)
             offsets.append(offset_of[name_of(t)])
-    places: list[Places] = []
+    places: list[RankPlaces] = []
     known: list[str] = []
     index: dict[str, int] = {}
     for slots, where, offsets in columns:
         if slots != known:  # tensor-parallel ranks have the same tensors, and so one index
             known, index = slots, {slot: i for i, slot in enumerate(slots)}
-        places.append(Places(index, where, offsets))
+        places.append(RankPlaces(index, where, offsets))
     return FileLayout(files, places, [], rank_files, label=name_of)

@@ -80,7 +80,7 @@ def collector(dtype: str) -> Collector:
         raise UnsupportedError(f"{dtype} elements are smaller than a byte and have no statistics")
     if entry.bits <= 16:
         return _Patterns(dtype)
-    return _Integers() if entry.kind == "int" else _Sums(dtype)
+    return _Integers() if entry.kind == "int" else _WideSums(dtype)
 
 
 @lru_cache(maxsize=32)
@@ -152,7 +152,7 @@ class _Patterns:
         return binning.result()
 
 
-class _Sums:
+class _WideSums:
     """Adds up wider elements."""
 
     def __init__(self, dtype: str) -> None:
@@ -276,7 +276,7 @@ def _squared(values: Array) -> int:
 
 
 @dataclass(slots=True)
-class Health:
+class TensorHealth:
     """Elements of one tensor that no sound weight has, counted over blocks in row-major order."""
 
     nan: int = 0

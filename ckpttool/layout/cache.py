@@ -68,7 +68,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class LayerCache:
     """What one layer keeps on one rank."""
 
     kind: str
@@ -191,7 +191,7 @@ def _listed(scope: CacheScope, spec: CacheSpec, layers: int) -> list[str] | None
     return None
 
 
-def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool = False) -> list[Kept]:
+def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool = False) -> list[LayerCache]:
     """What each layer keeps on one of ``tp`` ranks; ``fp8``: in which keys and values are.
 
     Raises what ``layer_kinds`` raises, and UnsupportedError for layers of which it is not known what they keep.
@@ -243,7 +243,7 @@ def _texts(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from (str(size) for size in (said["shape"] if isinstance(said, dict) else said))
 
 
-def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) -> Kept:
+def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) -> LayerCache:
     tokens: dict[str, int] = {}
     window = state = 0
     if kind in _KEEP_ALL | _KEEP_WINDOW and not scope.value(spec.borrowed, "borrowed"):
@@ -253,7 +253,7 @@ def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) ->
     if kind in _KEEP_STATE:
         found = _entries(scope, spec.state, "state", tp)
         state = sum(nbytes(own or dtype, elements) for _, elements, own in found)
-    return Kept(kind, tokens, spec.attentions, window, state)
+    return LayerCache(kind, tokens, spec.attentions, window, state)
 
 
 def _entries(scope: CacheScope, tree: Mapping[str, Any], path: str, tp: int) -> Iterator[tuple[str, int, str]]:

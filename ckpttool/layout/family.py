@@ -44,16 +44,16 @@ from ckpttool.layout.rules import (
     varying,
 )
 from ckpttool.layout.scales import config_block
-from ckpttool.layout.sizes import SizeSpec, Vocabulary, read_sizes, size_spec
+from ckpttool.layout.sizes import SizeSpec, SizeVocabulary, read_sizes, size_spec
 from ckpttool.layout.spec import FamilySpec, LayersSpec, OpSpec, TensorsSpec
 from ckpttool.layout.statements import (
+    CreateTensors,
     Drop,
     DropCopies,
     DropCopy,
     DropLayers,
     Fuse,
     OverrideRules,
-    Own,
     ReadAs,
     Refuse,
     Rename,
@@ -91,7 +91,7 @@ class Placement(NamedTuple):
     """Of its rule in the family file, which lists tensors in the order in which a model holds them."""
 
 
-class _Known(NamedTuple):
+class _NumberedPlacement(NamedTuple):
     """What is known of names that differ only in their numbers."""
 
     found: Placement
@@ -123,7 +123,7 @@ class Family:
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""
-    _cache: dict[tuple[Transform, ...], dict[str, _Known | None]] = field(default_factory=dict)
+    _cache: dict[tuple[Transform, ...], dict[str, _NumberedPlacement | None]] = field(default_factory=dict)
     _varying: frozenset[str] = field(init=False)
     """Sizes that differ from layer to layer."""
     _layer_rules: dict[tuple[Rule, int], Rule] = field(init=False, default_factory=dict)
@@ -191,7 +191,7 @@ class Family:
             elif spec.copies is not None:
                 out.append(DropCopies(tuple((p, c.of, c.beside) for p, c in spec.copies.items())))
             elif spec.own is not None:
-                out.append(Own(tuple(spec.own)))
+                out.append(CreateTensors(tuple(spec.own)))
             elif spec.read_as is not None:
                 out.append(ReadAs(tuple(spec.read_as.items())))
             elif spec.tie is not None:
@@ -283,7 +283,7 @@ class Family:
         return frozenset(self.spec.sizes) - shared
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> SizeVocabulary:
         """What the words of its expressions are."""
         return _vocabulary(self.spec, self.origin)
 
@@ -341,7 +341,7 @@ class Family:
             self._layer_rules[key] = rule_in_layer(*key, self._varying)
         return place._replace(rule=self._layer_rules[key])
 
-    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]) -> _Known | None:
+    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]) -> _NumberedPlacement | None:
         """The placement of a name, and what it says of other names of the same template."""
         got = self._resolve(name, ops)
         if got is None:
@@ -350,7 +350,7 @@ class Family:
         layer_at = values.index(got.layer) if got.layer is not None else -1
         # The layer comes first in a name and the expert last, which tells them apart when they are equal.
         expert_at = len(values) - 1 - values[::-1].index(got.expert) if got.expert is not None else -1
-        return _Known(got, layer_at, expert_at, varies=self._in_layer(got) != got)
+        return _NumberedPlacement(got, layer_at, expert_at, varies=self._in_layer(got) != got)
 
     def _resolve(self, name: str, ops: tuple[Transform, ...]) -> Placement | None:
         if not ops:
@@ -390,7 +390,7 @@ class Family:
                 got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
                 if got is not None:
                     return got._replace(rule=replace(got.rule, grouped=True), expert=None)
-        if isinstance(op, Own) and matches(op.patterns, name):
+        if isinstance(op, CreateTensors) and matches(op.patterns, name):
             return Placement(parse_rule("replicate", origin=f"{self.origin}: `{name}` is this naming's own"), "first")
         if isinstance(op, ReadAs):
             return self._resolve(renamed(op.pairs, name), earlier)
@@ -528,7 +528,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     )
 
 
-class _Checked(NamedTuple):
+class _ParsedFamily(NamedTuple):
     """What a family file says, whatever the config; families share it, and nothing changes it."""
 
     spec: FamilySpec
@@ -536,7 +536,7 @@ class _Checked(NamedTuple):
     by_name: bool
 
 
-def _checked(data: Any, origin: str) -> _Checked:
+def _checked(data: Any, origin: str) -> _ParsedFamily:
     try:
         spec = FamilySpec.model_validate(data)
     except ValidationError as e:
@@ -548,11 +548,11 @@ def _checked(data: Any, origin: str) -> _Checked:
     if spec.base:
         _add_bare(spec)
     by_name = any(has_literal_number(p) or has_inner_number(p) for p in _patterns(spec))
-    return _Checked(spec, _compile(spec, origin), by_name)
+    return _ParsedFamily(spec, _compile(spec, origin), by_name)
 
 
 @lru_cache(maxsize=512)
-def _checked_before(text: str, origin: str) -> _Checked:
+def _checked_before(text: str, origin: str) -> _ParsedFamily:
     """Of a built-in file and what it takes from others, in JSON: what a program opens is of few families."""
     return _checked(json.loads(text), origin)
 
@@ -571,12 +571,14 @@ def _add_bare(spec: FamilySpec) -> None:
     spec.hf_namings = [*spec.hf_namings, _BARE]
 
 
-def _vocabulary(spec: FamilySpec, origin: str) -> Vocabulary:
+def _vocabulary(spec: FamilySpec, origin: str) -> SizeVocabulary:
     """What the words of its expressions are."""
     sizes = {name: size_spec(said) for name, said in spec.sizes.items()}
     said = spec.tensors or TensorsSpec()
     inside = spec.inside is not None
-    return Vocabulary(spec.family, origin, sizes, said.names, said.defaults, said.count, said.mtp, spec.tied, inside)
+    return SizeVocabulary(
+        spec.family, origin, sizes, said.names, said.defaults, said.count, said.mtp, spec.tied, inside
+    )
 
 
 def _patterns(spec: FamilySpec) -> Iterator[str]:

@@ -55,7 +55,7 @@ _FLOATS = ("", "fp8", "fbgemm_fp8", "mxfp4", "modelopt", "compressed-tensors", "
 """``quant_method`` of software whose integer tensors have the axes of their weight."""
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """A stored tensor of a packed weight."""
 
     weight: str
@@ -85,15 +85,15 @@ class Packing:
     example: str = ""
     """One of the tensors, for messages."""
 
-    def part(self, name: str, names: Collection[str]) -> Part | None:
+    def part(self, name: str, names: Collection[str]) -> PackedTensor | None:
         """What ``name`` is to a packed weight; None for any other tensor of the checkpoint."""
         for end, place in self.places:
             stem = name[: -len(end)]
             if name.endswith(end) and stem[-1:] in ("", ".", "_") and (codes := stem + self.places[0][0]) in names:
-                return Part(f"{stem}weight", codes, place)
+                return PackedTensor(f"{stem}weight", codes, place)
         return None
 
-    def parts(self, names: Collection[str]) -> dict[str, Part]:
+    def parts(self, names: Collection[str]) -> dict[str, PackedTensor]:
         """All tensors of packed weights."""
         return {n: part for n in names if (part := self.part(n, names)) is not None}
 
@@ -112,7 +112,7 @@ class Packing:
             hint="they can be copied as they are; for anything else take the model as it was before it was quantised",
         )
 
-    def rule(self, rule: Rule, name: str, part: Part) -> Rule:
+    def rule(self, rule: Rule, name: str, part: PackedTensor) -> Rule:
         """The rule of a stored tensor, from that of its weight. Raises UnsupportedError."""
         if rule.verb == "replicate":
             return rule
@@ -125,7 +125,7 @@ class Packing:
         whole = self.any_group and name != part.codes and part.place != INPUTS
         return _rule(rule, part.place, self.in_out, whole)
 
-    def blocks(self, part: Part, ndim: int) -> tuple[int, ...]:
+    def blocks(self, part: PackedTensor, ndim: int) -> tuple[int, ...]:
         """Elements of the weight for each stored one, along each axis; () where the tensor is no grid over it."""
         return () if isinstance(part.place, str) else (*[1] * (ndim - 2), *part.place)
 
@@ -136,11 +136,11 @@ class Packing:
             return codes
         return (*codes[:-2], codes[-2] * block[0], codes[-1] * block[1])
 
-    def whole(self, part: Part, codes: tuple[int, ...]) -> tuple[int, ...]:
+    def whole(self, part: PackedTensor, codes: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of what a tensor is a grid over, when that of the integers is known; else ()."""
         return () if isinstance(part.place, str) else self.weight_shape(codes)
 
-    def base(self, part: Part, name: str, shape: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, ...]:
+    def base(self, part: PackedTensor, name: str, shape: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the weight, seen from one of its tensors: [in] of those that have one number for each input.
 
         Raises LayoutError when the tensor does not fit the integers, whose shape is ``codes``.

@@ -22,7 +22,7 @@ from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, 
 from ckpttool.layout.statements import Transform
 
 
-class Whole(Protocol):
+class WholeTensor(Protocol):
     """What is partitioned: a logical tensor, or a view of one."""
 
     name: str
@@ -30,10 +30,10 @@ class Whole(Protocol):
     shape: tuple[int, ...]
 
 
-class _Placed(NamedTuple):
+class _CutTensor(NamedTuple):
     """A tensor and how it is cut."""
 
-    tensor: Whole
+    tensor: WholeTensor
     place: Placement
     base: tuple[int, ...]
     """Shape of the weight that it is a grid over; its own where it is none."""
@@ -45,7 +45,7 @@ class _Placed(NamedTuple):
 class _Placements:
     """How all tensors are cut."""
 
-    tensors: list[_Placed] = field(default_factory=list)
+    tensors: list[_CutTensor] = field(default_factory=list)
     published: dict[str, Placement | None] = field(default_factory=dict)
     """What the family's rules say of each name, --replicate and the like aside."""
     packed: Collection[str] = ()
@@ -73,7 +73,7 @@ class Partitioner:
     """Which flags a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[RankTensors]:
+    def run(self, tensors: Sequence[WholeTensor], ranks: Iterable[int] | None = None) -> list[RankTensors]:
         """Per rank what it stores, in the order of ``tensors``; other ranks than ``ranks`` stay empty.
 
         Raises LayoutError when a tensor has no rule or cannot be cut, with the sizes that would work.
@@ -118,14 +118,14 @@ class Partitioner:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)
                 if known is None:
-                    known = self._locals[key] = self._cut(_Placed(t, place, base, blocks), at, found)
+                    known = self._locals[key] = self._cut(_CutTensor(t, place, base, blocks), at, found)
                 local, pads = known
                 out[at.rank].append(
                     RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads, expert=mine)
                 )
         return out
 
-    def _place(self, tensors: Sequence[Whole]) -> _Placements:
+    def _place(self, tensors: Sequence[WholeTensor]) -> _Placements:
         """What the rules say of each tensor. Raises LayoutError when they say nothing of one."""
         shapes = {t.name: t.shape for t in tensors}
         packing = find_packing(quantization(self.config), {t.name: t.dtype for t in tensors})
@@ -164,12 +164,12 @@ class Partitioner:
             if place is None:
                 missing.append(t.name)
             else:
-                out.tensors.append(_Placed(t, place, base, blocks))
+                out.tensors.append(_CutTensor(t, place, base, blocks))
         if missing:
             raise no_rule(missing, self.family, self.config)
         return out
 
-    def _owners(self, placed: Sequence[_Placed]) -> dict[int, int]:
+    def _owners(self, placed: Sequence[_CutTensor]) -> dict[int, int]:
         """The expert-parallel rank that holds each expert.
 
         Raises LayoutError when they cannot be shared out, ConflictError for an expert that config.json does not count.
@@ -202,7 +202,7 @@ class Partitioner:
             )
         return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
 
-    def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
+    def _cut(self, placed: _CutTensor, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
         """What one rank holds of a tensor, and which boxes of that are padding. Raises LayoutError."""
         t, place, base, blocks = placed
         try:
@@ -251,7 +251,7 @@ class Partitioner:
                     side = gcd(side, e.inside)
         return side
 
-    def _works(self, placed: Sequence[_Placed], *, expert: bool) -> str:
+    def _works(self, placed: Sequence[_CutTensor], *, expert: bool) -> str:
         """The hint: sizes with which every tensor can be cut."""
         distinct = {
             (id(p.rule), base, blocks, is_bias(t.name)): (p.rule, base, blocks, is_bias(t.name))

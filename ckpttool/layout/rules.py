@@ -39,7 +39,7 @@ from ckpttool.errors import LayoutError
 VERBS = ("replicate", "column", "row", "vocab", "fused")
 
 
-class Size(NamedTuple):
+class CutSize(NamedTuple):
     """A number of the model that a cut must respect."""
 
     value: int
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     """More ranks than this: several hold the same one (key/value heads)."""
 
 
-Sizes = Mapping[str, Size]
+Sizes = Mapping[str, CutSize]
 
 
 EXPERTS = "experts"
@@ -245,12 +245,12 @@ def cut_axis(rule: Rule, ndim: int, *, bias: bool) -> int | None:
     return ndim - 1 if output == rule.in_out else ndim - 2
 
 
-def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
+def unit_count(units: str, sizes: Sizes, rule: Rule) -> CutSize | None:
     """The size behind a units word. Raises LayoutError when the model's config does not give it."""
     if not units:
         return None
     if units.isdigit():
-        return Size(int(units))
+        return CutSize(int(units))
     if units not in sizes:
         if units in varying(sizes):
             raise LayoutError(
@@ -281,19 +281,19 @@ def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
     return replace(rule, units=word(rule.units), parts=parts, groups=word(rule.groups), rows=word(rule.rows))
 
 
-def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
+def _guard(rule: Rule, cutting: PartitionContext) -> CutSize | None:
     """The size that a plain cut must respect, or None when nothing is known that it could tear."""
     return _granularity(rule.units, rule, cutting)
 
 
-def _granularity(units: str, rule: Rule, cutting: PartitionContext) -> Size | None:
+def _granularity(units: str, rule: Rule, cutting: PartitionContext) -> CutSize | None:
     """The size that cuts fall between, or None when nothing is known that they could tear."""
     if size_name(units) in cutting.optional and units not in cutting.sizes:
         return None
     return unit_count(units, cutting.sizes, rule)
 
 
-def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
+def _even(n: int, units: CutSize | None, ways: int, index: int, word: str) -> AxisShare:
     """Equal shares of an axis of what ``word`` names. Raises IndivisibleError with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
@@ -361,7 +361,7 @@ def _group_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionCo
         if length % groups:
             raise IndivisibleError(f"{length} elements of {part.name} do not divide into {groups} {word}", ())
     if ways <= groups:
-        return _even(n, Size(groups), ways, index, "groups of heads" if word.isdigit() else word)
+        return _even(n, CutSize(groups), ways, index, "groups of heads" if word.isdigit() else word)
     sharing = _sharing(ways, groups, word)
     segments, local, logical = [], 0, index // sharing * (n // groups)
     for part, length in zip(rule.parts, lengths, strict=True):
@@ -385,12 +385,12 @@ def _sharing(ways: int, groups: int, word: str) -> int:
     return ways // groups
 
 
-def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext) -> Size | None:
+def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext) -> CutSize | None:
     """The units of a part in one group."""
     units = _granularity(part.units, rule, cutting)
     if units and units.value % groups:
         raise IndivisibleError(f"{units.value} {part.units} do not divide into {groups} {rule.groups}", ())
-    return units and Size(units.value // groups, units.shared)
+    return units and CutSize(units.value // groups, units.shared)
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
@@ -564,7 +564,7 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) ->
     return local * _pieces(_guard(rule, cutting), ways)
 
 
-def _pieces(units: Size | None, ways: int) -> int:
+def _pieces(units: CutSize | None, ways: int) -> int:
     """How many different shares of an axis the ranks hold: fewer than there are ranks where units are copied."""
     return units.value if units and units.shared and ways > units.value else ways
 

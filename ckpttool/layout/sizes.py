@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ckpttool.errors import LayoutError
 from ckpttool.formats.config import TIED, values_at
 from ckpttool.layout.expressions import Expressions, Refused, Value, checked, words
-from ckpttool.layout.rules import Size, Sizes, in_layer, varying
+from ckpttool.layout.rules import CutSize, Sizes, in_layer, varying
 
 HINT = "correct it in config.json, as the authors of the model publish it"
 
@@ -80,7 +80,7 @@ def size_spec(short: SizeSpec | str | list[str]) -> SizeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SizeVocabulary:
     """What a family file says of the words of its expressions."""
 
     family: str
@@ -106,7 +106,7 @@ class Scope(Expressions):
     """What words mean for one config, and in one layer."""
 
     def __init__(
-        self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
+        self, vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
     ) -> None:
         """``places``: where fields are looked up, as ``FamilySpec.places`` has them; ``sizes``: what is known.
 
@@ -182,7 +182,7 @@ class Scope(Expressions):
             lacks=True,
         )
 
-    def size(self, name: str) -> Size | None:
+    def size(self, name: str) -> CutSize | None:
         """A size of the family, in the layer that was entered if it has another value in each."""
         if (size := self.sizes.get(name)) is not None:
             return size
@@ -250,25 +250,25 @@ def _exceptions(place: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     return {int(n): fields for n, fields in items if _LAYER.fullmatch(str(n)) and isinstance(fields, Mapping)}
 
 
-def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
+def read_sizes(vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, CutSize]:
     """The sizes of a model; one that differs from layer to layer is there as ``heads[3]``.
 
     ``places`` are where fields are looked up, as ``FamilySpec.places`` has them. A size without field or default is
     left out, and an error only if a rule needs it. Raises LayoutError for sizes that are explained by each other.
     """
-    reader = _Reader(vocabulary, places)
+    reader = _SizeReader(vocabulary, places)
     reader.run()
     if reader.varies:  # the number of layers may be explained by sizes, too
-        reader = _Reader(vocabulary, places, _layers(Scope(vocabulary, places, reader.sizes)))
+        reader = _SizeReader(vocabulary, places, _layers(Scope(vocabulary, places, reader.sizes)))
         reader.run()
     return reader.sizes
 
 
-class _Reader:
+class _SizeReader:
     """Reads sizes, each after those that explain it."""
 
-    def __init__(self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], layers: int = 0) -> None:
-        self.sizes: dict[str, Size] = {}
+    def __init__(self, vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]], layers: int = 0) -> None:
+        self.sizes: dict[str, CutSize] = {}
         self.varies = False
         """Some size differs from layer to layer."""
         self._vocabulary = vocabulary
@@ -306,7 +306,7 @@ class _Reader:
             _put(self.sizes, in_layer(name, layer), spec, scope)
 
 
-def _explaining(vocabulary: Vocabulary, name: str) -> list[str]:
+def _explaining(vocabulary: SizeVocabulary, name: str) -> list[str]:
     """The sizes that explain one. Its own name is that of a field there."""
     spec = vocabulary.specs[name]
     todo: list[object] = [spec.expr or spec.default]
@@ -342,13 +342,13 @@ def check_size(scope: Scope, name: str) -> None:
             raise
 
 
-def _put(out: dict[str, Size], name: str, spec: SizeSpec, scope: Scope) -> None:
+def _put(out: dict[str, CutSize], name: str, spec: SizeSpec, scope: Scope) -> None:
     try:
         value = _value(spec, scope)
     except Refused:
         return
     if value >= 1:
-        out[name] = Size(value, spec.shared)
+        out[name] = CutSize(value, spec.shared)
 
 
 def _value(spec: SizeSpec, scope: Scope) -> int:

@@ -51,7 +51,7 @@ def stacks_of(family: Family, config: Mapping[str, Any], prefixes: Sequence[str]
         for name, s in spec.tensors.stacks.items():
             starts.setdefault(name, []).append(s.prefix)
     names = {stack: {s for p in ps for s in samples(p.partition("{layer}")[0]) if s} for stack, ps in starts.items()}
-    held = [s for s in names if Described.of(family, config, s).count != 0]
+    held = [s for s in names if LayerStack.of(family, config, s).count != 0]
     out: dict[str, str | None] = dict.fromkeys(prefixes)
     for exact in (True, False):
         for prefix in prefixes:
@@ -68,7 +68,7 @@ def _alike(prefix: str, start: str, *, exact: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class Described:
+class LayerStack:
     """The layers of a stack, as a config describes them. What is asked of it may raise LayoutError, UnsupportedError
     and ConflictError for fields that cannot be."""
 
@@ -78,7 +78,7 @@ class Described:
     """"" is the main one."""
 
     @classmethod
-    def of(cls, family: Family, config: Mapping[str, Any], stack: str = "") -> Described:
+    def of(cls, family: Family, config: Mapping[str, Any], stack: str = "") -> LayerStack:
         """The same family, for this config."""
         return cls(replace(family, sizes=read_sizes(family.vocabulary, family.spec.places(config))), config, stack)
 
@@ -177,7 +177,7 @@ class Described:
         except (Refused, LayoutError, IndexError):
             return "?"
 
-    def changes(self, other: Described, place: int, number: int) -> list[str]:
+    def changes(self, other: LayerStack, place: int, number: int) -> list[str]:
         """In what the layer at ``place`` of another config differs from the layer of this number here.
 
         Tensors that only the first layer has stay with the first (T5's relative positions).

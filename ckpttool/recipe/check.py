@@ -11,7 +11,7 @@ from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageErr
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.document import Problems, Value, nearest
-from ckpttool.recipe.model import Condition, Kind, Recipe, Scalar, Setting, Slice, Source
+from ckpttool.recipe.model import Condition, Kind, Recipe, RecipeSlice, Scalar, Setting, SliceSource
 
 DTYPES = ("F32", "F16", "BF16", "F64")
 """What a merge writes."""
@@ -146,13 +146,13 @@ def check(recipe: Recipe, problems: Problems, words: Words) -> None:
         _check_slice(recipe, method, piece, problems, words, "" if whole else f"slices[{i}]")
 
 
-def merged(recipe: Recipe, method: Method, piece: Slice) -> list[Source]:
+def merged(recipe: Recipe, method: Method, piece: RecipeSlice) -> list[SliceSource]:
     """The sources of a slice without its base."""
     base = recipe.base_of(piece) if method.base != "refused" else None
     return [s for s in piece.sources if s.model != base]
 
 
-def _check_slice(recipe: Recipe, method: Method, piece: Slice, problems: Problems, words: Words, at: str) -> None:
+def _check_slice(recipe: Recipe, method: Method, piece: RecipeSlice, problems: Problems, words: Words, at: str) -> None:
     def wrong(what: str, hint: str | None = None, error: type[CkptError] = UsageError) -> None:
         problems.add(what, at=at or words.models, hint=hint, error=error)
 

@@ -208,7 +208,7 @@ def from_yaml(text: str, source: str) -> Value:
                 where=f"{source}:{second.start_mark.line + 1 if second else 1}",
                 hint="merge one after the other, each from a file of its own",
             )
-        reader = _Reader(loader, source)
+        reader = _YamlReader(loader, source)
         data = None if root is None else reader.read(root, "", 0)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
@@ -221,7 +221,7 @@ def from_yaml(text: str, source: str) -> Value:
     return Value(data, "", Problems(source, reader.lines))
 
 
-class _Reader:
+class _YamlReader:
     """Turns YAML nodes into plain data and remembers the lines."""
 
     PLAIN = tuple(f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null"))

@@ -89,7 +89,7 @@ Settings = Mapping[str, Setting]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SliceSource:
     """A model's part in a slice."""
 
     model: ModelRef
@@ -99,10 +99,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class RecipeSlice:
     """A run of the output's layers, and the layers that are merged into it."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SliceSource, ...]
     base: ModelRef | None = None
     """None: the recipe's."""
     parameters: Settings = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Recipe:
     """A merge, whoever described it. What it says has been checked; only the models have not been looked at."""
 
     method: str
-    slices: tuple[Slice, ...]
+    slices: tuple[RecipeSlice, ...]
     base: ModelRef | None = None
     """Subtracted by methods that know a base. Others only take its config and tokenizer."""
     parameters: Settings = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Recipe:
     def mapped(self, change: Callable[[ModelRef], ModelRef]) -> Recipe:
         """The same with other models in the place of these."""
 
-        def source(s: Source) -> Source:
+        def source(s: SliceSource) -> SliceSource:
             return replace(s, model=change(s.model))
 
         slices = [
@@ -180,7 +180,7 @@ class Recipe:
         ]
         return replace(self, slices=tuple(slices), base=self.base and change(self.base))
 
-    def base_of(self, piece: Slice) -> ModelRef | None:
+    def base_of(self, piece: RecipeSlice) -> ModelRef | None:
         """The base of one slice."""
         return piece.base or self.base
 
@@ -223,7 +223,7 @@ def _filled(**fields: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
 
 
-def _source(source: Source) -> dict[str, Any]:
+def _source(source: SliceSource) -> dict[str, Any]:
     layers = source.layers and [source.layers.start, source.layers.stop]
     weights = list(source.model.weights)
     return _filled(
@@ -274,7 +274,7 @@ def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> Mod
     What is no path may be a name on the Hugging Face Hub, ``ORG/NAME[@REVISION]``, if ``hub`` says so. Raises
     UsageError for what is neither, UnsupportedError for a ``@revision`` of a path, AccessError.
     """
-    known = _Known(beside, hub)
+    known = _ModelLookup(beside, hub)
     parts = known.split(text)
     if parts is not None:
         return ModelRef(parts[0], tuple(parts[1:]))
@@ -295,7 +295,7 @@ def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> Mod
     raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")
 
 
-class _Known(NamedTuple):
+class _ModelLookup(NamedTuple):
     """Where names of models are looked up."""
 
     beside: Path | None

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Method, Parameter
+from ckpttool.kernels.merge.base import Method, MethodParameter
 from ckpttool.recipe.check import merged
-from ckpttool.recipe.model import ModelRef, Recipe, Scalar, Settings, Slice, Source
+from ckpttool.recipe.model import ModelRef, Recipe, RecipeSlice, Scalar, Settings, SliceSource
 
 BEFORE = re.compile(r"embed|wte|wpe|word_embeddings|(?<![^.])shared\.")
 AFTER = re.compile(r"embed_out")
@@ -71,10 +71,10 @@ def resolve(recipe: Recipe, names: Mapping[ModelRef, Collection[str]], *, layer:
     Raises ConflictError for a layer range that a model does not have, UsageError for slices that do not say of which
     of several stacks they are, and for a required parameter that no filter gives to some tensor.
     """
-    return _Resolver(recipe, {ref: _Index(n, layer) for ref, n in names.items()}).run()
+    return _Resolver(recipe, {ref: _NamesByLayer(n, layer) for ref, n in names.items()}).run()
 
 
-class _Index:
+class _NamesByLayer:
     """The tensor names of one model, by stack and layer."""
 
     def __init__(self, names: Iterable[str], layer: re.Pattern[str]) -> None:
@@ -114,11 +114,11 @@ class _Index:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorModels:
     """The models of one tensor: a slice's sources, and its base."""
 
-    piece: Slice
-    sources: Sequence[Source]
+    piece: RecipeSlice
+    sources: Sequence[SliceSource]
     """Without the base."""
     base: ModelRef | None
     base_at: int | None
@@ -129,7 +129,7 @@ class _Part:
 
 
 class _Resolver:
-    def __init__(self, recipe: Recipe, index: Mapping[ModelRef, _Index]) -> None:
+    def __init__(self, recipe: Recipe, index: Mapping[ModelRef, _NamesByLayer]) -> None:
         self.recipe, self.index = recipe, index
         self.method: Method = METHODS[recipe.method]
         self.depths = {ref: i.depths() for ref, i in index.items()}
@@ -138,13 +138,13 @@ class _Resolver:
         self.used: set[int] = set()
         self.notes: list[str] = []
 
-    def _part(self, number: int, piece: Slice) -> _Part:
+    def _part(self, number: int, piece: RecipeSlice) -> _TensorModels:
         base = self.recipe.base_of(piece) if self.method.base != "refused" else None
         listed = [s.model for s in piece.sources]
         models = listed if base is None or base in listed else [*listed, base]
         base_at = None if base is None else models.index(base)
         stack = "" if piece.sources[0].layers is None else self._stack(piece.stack, f"slices[{number}]")
-        return _Part(piece, merged(self.recipe, self.method, piece), base, base_at, tuple(models), stack)
+        return _TensorModels(piece, merged(self.recipe, self.method, piece), base, base_at, tuple(models), stack)
 
     def _stack(self, said: str, at: str) -> str:
         """The stack that a slice is of. Raises UsageError when it does not say which of several."""
@@ -195,7 +195,7 @@ class _Resolver:
                 if before == first and self._part_of(name, before=before) is part:
                     yield self._tensor(part, name, {ref: (name, name in table) for ref, table in tables.items()}, 0)
 
-    def _part_of(self, name: str, *, before: bool) -> _Part:
+    def _part_of(self, name: str, *, before: bool) -> _TensorModels:
         """The slice that a tensor without a layer goes by."""
         alike = {s: _common(name, s) for s in self.stacks}
         most = max(alike.values(), default=0)
@@ -216,7 +216,7 @@ class _Resolver:
                 yield from self._whole(self.parts[0], origins, only=stack)
 
     def _whole(
-        self, part: _Part, origins: list[tuple[tuple[ModelRef, int], ...]], only: str | None = None
+        self, part: _TensorModels, origins: list[tuple[tuple[ModelRef, int], ...]], only: str | None = None
     ) -> Iterator[Merged]:
         """All layers of models whose layers correspond; each stack has a first and a last layer of its own."""
         depths = {ref: self.depths[ref] for ref in part.models}
@@ -235,7 +235,9 @@ class _Resolver:
                 if stack == main:
                     origins.append(tuple((ref, number) for ref in part.models if number < counts[ref]))
 
-    def _sliced(self, parts: Sequence[_Part], origins: list[tuple[tuple[ModelRef, int], ...]]) -> Iterator[Merged]:
+    def _sliced(
+        self, parts: Sequence[_TensorModels], origins: list[tuple[tuple[ModelRef, int], ...]]
+    ) -> Iterator[Merged]:
         for part in parts:
             ranges = {s.model: s.layers for s in part.piece.sources if s.layers is not None}
             for ref, layers in ranges.items():
@@ -251,7 +253,9 @@ class _Resolver:
                 yield from self._layer(part, part.stack, len(origins), here, _place(offset, depth))
                 origins.append(tuple(here.items()))
 
-    def _layer(self, part: _Part, stack: str, number: int, here: Mapping[ModelRef, int], t: float) -> Iterator[Merged]:
+    def _layer(
+        self, part: _TensorModels, stack: str, number: int, here: Mapping[ModelRef, int], t: float
+    ) -> Iterator[Merged]:
         """The tensors of one layer of the output; ``here`` are the layers that it comes from."""
         tables = {ref: self.index[ref].layer(stack, n, number) for ref, n in here.items()}
         self.notes += [
@@ -266,7 +270,7 @@ class _Resolver:
             }
             yield self._tensor(part, f"{stack}{number}{rest}", found, t)
 
-    def _tensor(self, part: _Part, name: str, found: Mapping[ModelRef, tuple[str, bool]], t: float) -> Merged:
+    def _tensor(self, part: _TensorModels, name: str, found: Mapping[ModelRef, tuple[str, bool]], t: float) -> Merged:
         """``found``: the tensor's name in each model, and whether it is there."""
         levels = (part.piece.parameters, self.recipe.parameters)
         inputs = []
@@ -289,7 +293,7 @@ class _Resolver:
         )
 
     def _values(
-        self, schema: Mapping[str, Parameter], levels: Sequence[Settings], name: str, t: float, label: str
+        self, schema: Mapping[str, MethodParameter], levels: Sequence[Settings], name: str, t: float, label: str
     ) -> dict[str, Scalar]:
         """The complete parameters of a tensor: for each, the first level that says something about it."""
         out: dict[str, Scalar] = {}

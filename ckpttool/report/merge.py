@@ -17,7 +17,7 @@ from ckpttool.report.text import dump, message, pick
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
     from ckpttool.execute import RunOptions
-    from ckpttool.kernels.merge.base import Parameter
+    from ckpttool.kernels.merge.base import MethodParameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
     from ckpttool.ops.merge.origins import Group
 
@@ -28,7 +28,7 @@ _ALIKE, _GROUPS = 2, 12
 METHODS_SCHEMA = "ckpttool.merge-methods/1"
 
 
-def _parameter(name: str, parameter: Parameter) -> str:
+def _parameter(name: str, parameter: MethodParameter) -> str:
     """``density=1``: with its default, where it has one."""
     if parameter.default is None:
         return name

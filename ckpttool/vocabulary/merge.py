@@ -39,7 +39,7 @@ class Input(NamedTuple):
     """Of its embedding matrix; tokens with higher ids have no embedding and count as absent."""
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """The row of a token in one model's matrix."""
 
     model: int
@@ -48,10 +48,10 @@ class Row(NamedTuple):
     """Another token, or an id; None is the token itself."""
 
 
-class TokenRule(NamedTuple):
+class RowRule(NamedTuple):
     """What a recipe says of a token."""
 
-    source: Row | Literal["zero"] | None = None
+    source: TokenRow | Literal["zero"] | None = None
     """Where its row comes from; None leaves it to the general rules."""
     force: bool = False
     """Also in models that have the token."""
@@ -81,7 +81,7 @@ class MergedVocabulary:
     """Highest id + 1."""
     rows: int
     """Of the output's matrices; ``vocab_size`` of its config."""
-    rules: Mapping[str, TokenRule]
+    rules: Mapping[str, RowRule]
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[tuple[int, int], ...], list[Picks]] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ class MergedVocabulary:
         return found
 
     def _ruled(
-        self, token: str, row: Row, matrices: Sequence[tuple[int, int]], first: Mapping[int, int]
+        self, token: str, row: TokenRow, matrices: Sequence[tuple[int, int]], first: Mapping[int, int]
     ) -> tuple[int, int]:
         """(matrix, row) of a rule. Raises ConflictError when there is no such row."""
         label = self.inputs[row.model].label
@@ -185,7 +185,7 @@ def merge_vocabularies(
     models: Sequence[Input],
     base: int | None,
     source: Literal["union", "base"] | int = "union",
-    rules: Mapping[str, TokenRule] | None = None,
+    rules: Mapping[str, RowRule] | None = None,
     multiple: int = 1,
 ) -> MergedVocabulary:
     """Find the output's tokens and ids.

@@ -44,7 +44,7 @@ _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_
 _LEAVE = "leave the optimizer out: --only model"
 
 
-class Identity(NamedTuple):
+class GroupIdentity(NamedTuple):
     """By what Megatron's loader finds a group."""
 
     is_expert_parallel: bool
@@ -72,7 +72,7 @@ def own_args(request: base.WriteRequest) -> dict[str, Any]:
 
 def iteration_of(request: base.WriteRequest) -> int:
     """After how many iterations the training stopped; 0 where nothing says that."""
-    training = request.training or base.Training()
+    training = request.training or base.TrainingState()
     said = training.plain.get("iteration")
     if type(said) is int and said >= 0:
         return said
@@ -81,7 +81,7 @@ def iteration_of(request: base.WriteRequest) -> int:
 
 
 def groups_of(
-    training: base.Training | None,
+    training: base.TrainingState | None,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     experts_apart: bool,
@@ -92,10 +92,10 @@ def groups_of(
     ``experts_apart``: the experts have an optimizer of their own. ``args`` are those of the save: what groups do not
     say, they may. Raises UnsupportedError for parameters whose steps differ, or are not known.
     """
-    training = training or base.Training()
+    training = training or base.TrainingState()
     step = _step(training, shapes)
     said = {name: group.values for group in training.groups for name in group.parameters}
-    found: dict[Identity, dict[str, Any]] = {}
+    found: dict[GroupIdentity, dict[str, Any]] = {}
     differ: dict[str, None] = {}
     missing: dict[str, None] = {}
     of_args = _of_args(args)
@@ -129,12 +129,12 @@ def _of_args(args: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v if len(v) > 1 else v[0] for k, v in said.items() if all(type(n) in (int, float) for n in v)}
 
 
-def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> Identity:
+def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> GroupIdentity:
     """The group that Megatron puts a parameter into: that of the source where it was Megatron's, too."""
     vector = len(shape) == 1 or name.endswith(".bias")
     decay = values.get("wd_mult", values.get("pre_wd_mult", 0.0 if vector else 1.0))
     rate = values.get("lr_mult", values.get("pre_lr_mult", 1.0))
-    return Identity(apart and is_expert(name), decay, rate, bool(values.get("is_decoupled_lr")))
+    return GroupIdentity(apart and is_expert(name), decay, rate, bool(values.get("is_decoupled_lr")))
 
 
 def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     return {"default_config": True, "bias_correction": True, **_DEFAULTS, **values, "step": step}
 
 
-def _step(training: base.Training, names: Mapping[str, Any]) -> int:
+def _step(training: base.TrainingState, names: Mapping[str, Any]) -> int:
     steps = {name: training.steps[name] for name in names if name in training.steps}
     if not steps:
         if training.step is None:
@@ -164,7 +164,7 @@ def _step(training: base.Training, names: Mapping[str, Any]) -> int:
 
 def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
     """(what lies beside model and optimizer in a save, notes); ``optimizer``: it has the state of one."""
-    training = request.training or base.Training()
+    training = request.training or base.TrainingState()
     plain = training.plain
     said = {
         **args,

@@ -29,20 +29,20 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, found_as
 from ckpttool.formats.megatron.names import canonical
 from ckpttool.formats.megatron.stages import layer_of
 
-Chunk = tuple[Box, StoredTensor]
+StoredChunk = tuple[Box, StoredTensor]
 """A box of the global shape, and what holds it: a tensor of the same shape."""
 
 
-class Held(NamedTuple):
+class DistTensor(NamedTuple):
     """A tensor of a save."""
 
     dtype: str
     shape: tuple[int, ...]
     """Global, with the axes of layers and experts in front."""
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """What of the model a key holds."""
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight
 """Tensors with a row for each token, behind which there are rows of no token."""
 
 
-def part_of(key: str, shape: tuple[int, ...], layers: int) -> Part:
+def part_of(key: str, shape: tuple[int, ...], layers: int) -> KeyPart:
     """What a key of this global shape holds of a model with so many layers. Raises CorruptError for too few axes, or
     more tensors than any model has."""
     half = ""
@@ -88,10 +88,10 @@ def part_of(key: str, shape: tuple[int, ...], layers: int) -> Part:
             else:
                 name += rest
         names.append(canonical(name, layers))
-    return Part(tuple(names), counts, half)
+    return KeyPart(tuple(names), counts, half)
 
 
-def check_layers(parts: Mapping[str, Part], layers: int, where: str) -> None:
+def check_layers(parts: Mapping[str, KeyPart], layers: int, where: str) -> None:
     """Raises ConflictError where the keys hold other layers than the ``layers`` of the model's configuration."""
     for key, part in parts.items():
         if "mtp.layers." in key or not part.names or not layers:
@@ -105,7 +105,7 @@ def check_layers(parts: Mapping[str, Part], layers: int, where: str) -> None:
             )
 
 
-class Builder:
+class DistCatalogBuilder:
     """Puts the chunks of all keys together."""
 
     def __init__(self, files: list[DataFile], vocabulary: int) -> None:
@@ -116,7 +116,7 @@ class Builder:
         self._boxes: dict[Box, Box] = {}
         """Tensors are cut in few ways: each box is kept once."""
 
-    def add(self, component: str, state: str, part: Part, held: Held) -> None:
+    def add(self, component: str, state: str, part: KeyPart, held: DistTensor) -> None:
         """The tensors of a key. Raises ConflictError where two keys say different things of a tensor."""
         axes = len(part.counts)
         shape = held.shape[axes:]

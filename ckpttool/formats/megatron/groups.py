@@ -23,7 +23,7 @@ CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_s
 """The same of its arguments."""
 
 
-class Optimizer(NamedTuple):
+class SavedOptimizer(NamedTuple):
     """One of the optimizers of a save."""
 
     groups: tuple[Mapping[str, Any], ...]
@@ -31,7 +31,7 @@ class Optimizer(NamedTuple):
     """Of all its parameters, where it is not in the groups."""
 
 
-def optimizers_of(value: Any) -> list[Optimizer]:
+def optimizers_of(value: Any) -> list[SavedOptimizer]:
     """Those in what a save calls ``optimizer``: one, or a list or dict of several (plain values)."""
     if isinstance(value, list):
         return [o for v in value for o in optimizers_of(v)]
@@ -41,7 +41,7 @@ def optimizers_of(value: Any) -> list[Optimizer]:
     if isinstance(inner, dict) and isinstance(groups := inner.get("param_groups"), list):
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
-        return [Optimizer(tuple(g for g in groups if isinstance(g, dict)), step if _is_number(step) else None)]
+        return [SavedOptimizer(tuple(g for g in groups if isinstance(g, dict)), step if _is_number(step) else None)]
     if value and all(type(k) is int for k in value):
         return [o for _, v in sorted(value.items()) for o in optimizers_of(v)]
     return []
@@ -53,7 +53,7 @@ def is_expert(name: str) -> bool:
 
 
 def placed(
-    optimizers: Sequence[Optimizer], shapes: Mapping[str, tuple[int, ...]]
+    optimizers: Sequence[SavedOptimizer], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[base.ParamGroup], dict[str, float], bool]:
     """(groups with names, step of each parameter that has one, whether every parameter has its group).
 

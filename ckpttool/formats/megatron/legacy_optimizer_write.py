@@ -47,7 +47,7 @@ class Vectors(NamedTuple):
     """Bytes of each vector."""
 
 
-class Optimizer:
+class LegacyOptimizerWriter:
     """The optimizer of a save."""
 
     def __init__(

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool.containers.pickle import opened, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.core.files import Place
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.megatron.run import MegatronSave
 from ckpttool.formats.torch import plain_value
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.tar import TarPlace
@@ -53,17 +54,7 @@ _MOST = 1000
 """Directories that are looked at."""
 
 
-class Found(NamedTuple):
-    """A save of NeMo."""
-
-    listing: Listing
-    """Of the directory with the files that Megatron Core, or each rank, wrote."""
-    beside: Listing
-    """Of the directory in which config.json and other small files lie."""
-    notes: list[str]
-
-
-def find(listing: Listing) -> Found | None:
+def find(listing: Listing) -> MegatronSave | None:
     """The save of NeMo at a source: a .nemo, a directory of one, or the run that has several; None where there is none.
 
     Raises ConflictError where it is unclear which save is meant, and what listing a tar raises.
@@ -92,20 +83,20 @@ def ranks(listing: Listing) -> dict[str, tuple[int, ...]]:
     return {n: tuple([int(g) for g in m.groups() if g is not None]) for n, m in held.items()}
 
 
-def _directory(listing: Listing) -> Found | None:
+def _directory(listing: Listing) -> MegatronSave | None:
     """The save in one directory."""
     folders = listing.folders()
     if WEIGHTS in folders and _has_files(inner := listing.inside(WEIGHTS)):
-        return Found(inner, listing, [])
+        return MegatronSave(inner, listing, [])
     if listing.root.name == WEIGHTS and _has_files(listing) and _of_nemo2(listing):
-        return Found(listing, list_source(listing.root.parent), [])
+        return MegatronSave(listing, list_source(listing.root.parent), [])
     if MODEL_WEIGHTS in folders and _has_files(inner := listing.inside(MODEL_WEIGHTS)):
-        return Found(inner, listing, [])
+        return MegatronSave(inner, listing, [])
     if listing.root.name == MODEL_WEIGHTS and _has_files(listing):
         above = list_source(listing.root.parent)
-        return Found(listing, above if _CONFIG in above.names else listing, [])
+        return MegatronSave(listing, above if _CONFIG in above.names else listing, [])
     if ranks(listing):
-        return Found(listing, listing, [])
+        return MegatronSave(listing, listing, [])
     return None
 
 
@@ -140,7 +131,7 @@ def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
         held = read_torch(listing.path(_STATE))
         with opened(held.info.place) as file:
             for key, value in held.value.items() if isinstance(held.value, dict) else ():
-                if key in _COUNTED and isinstance(value, Tensor) and not value.shape:
+                if key in _COUNTED and isinstance(value, TorchTensor) and not value.shape:
                     out[_COUNTED[key]] = plain_value(value, file, held)
     return {k: v for k, v in out.items() if type(v) is int}
 
@@ -169,7 +160,7 @@ def _of_nemo2(listing: Listing) -> bool:
     return (listing.root.parent / _CONTEXT / _MODEL).is_file()
 
 
-def _run(listing: Listing) -> Found | None:
+def _run(listing: Listing) -> MegatronSave | None:
     """The save of a run that is the last one."""
     if _RUNS in listing.folders() and (found := _run(listing.inside(_RUNS))):
         return found
@@ -193,9 +184,9 @@ def _run(listing: Listing) -> Found | None:
     return found._replace(notes=[f"{printable(chosen, 120)} is read: {why}", *found.notes])
 
 
-def _inside(listing: Listing, name: str) -> Found | None:
+def _inside(listing: Listing, name: str) -> MegatronSave | None:
     inner = listing.inside(name)
-    return _directory(inner) or (Found(inner, inner, []) if _has_files(inner) else None)
+    return _directory(inner) or (MegatronSave(inner, inner, []) if _has_files(inner) else None)
 
 
 # -- the model's configuration

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.core.files import Mapped, Place
 from ckpttool.errors import CorruptError
-from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_NUMBER, Program, ProgramTensor
 from ckpttool.storage.place import open_file, readable
 
 KIND = "pdmodel"
@@ -136,7 +136,7 @@ class _Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _ProgramBlock:
     """One block, read."""
 
     idx: int | None = None
@@ -165,20 +165,20 @@ def read_pdmodel(path: Place) -> Program:
             if not size:
                 raise CorruptError("the file is empty", where=str(path), hint="fetch or write the file again")
             with closing(f.map()) as data:
-                _Reader(program, data, size).read()
+                _PdmodelReader(program, data, size).read()
     except ValueError as e:  # of mmap, when the file has shrunk since
         raise CorruptError(f"the file cannot be read: {e}", where=str(path)) from None
     return program
 
 
-class _Reader:
+class _PdmodelReader:
     """One file being read."""
 
     def __init__(self, program: Program, data: Mapped, size: int) -> None:
         self.program = program
         self.data, self.size = data, size
         self.classes = message_classes(_MESSAGES)
-        self.blocks: list[_Block] = []
+        self.blocks: list[_ProgramBlock] = []
         self.ops: dict[bytes, int] = {}
         self.found: dict[bytes, tuple[int, _Type]] = {}
         """Parameters, with the block that declares each first."""
@@ -316,7 +316,7 @@ class _Reader:
             self.forgotten = upto
 
     def block(self, start: int, end: int) -> None:
-        block = _Block()
+        block = _ProgramBlock()
         place = len(self.blocks)
         self.blocks.append(block)
         what = f"block {place}"
@@ -338,7 +338,7 @@ class _Reader:
             self.broken(f"{what} lacks its number or its parent's", start)
         self.any = True
 
-    def variable(self, first: int, last: int, block: _Block, place: int) -> None:
+    def variable(self, first: int, last: int, block: _ProgramBlock, place: int) -> None:
         said = self.message("Variable", first, last, "a variable")
         if not said.HasField("name") or not said.HasField("type"):
             self.broken("a variable lacks its name or its type", first)
@@ -365,7 +365,7 @@ class _Reader:
             self.broken("a tensor's description lacks its type", at)
         return _Type(said.type, tensor.data_type, tuple(tensor.dims), described=True)
 
-    def operator(self, first: int, last: int, block: _Block, place: int) -> None:
+    def operator(self, first: int, last: int, block: _ProgramBlock, place: int) -> None:
         """One operator: what it takes is known, or noted; what it gives is known from here on."""
         raw = self.data[first:last] if last - first <= _LARGE_OPERATOR else self.without_constants(first, last)
         said = self.parsed("Operator", raw, first, "an operator")
@@ -434,12 +434,12 @@ class _Reader:
                 and kind.described
                 and min(kind.dims, default=0) >= 0
             ):
-                program.parameters.append(Parameter(name.decode(), BY_NUMBER[kind.number].dtype, kind.dims))
+                program.parameters.append(ProgramTensor(name.decode(), BY_NUMBER[kind.number].dtype, kind.dims))
         for end, into in ((b"feed", program.inputs), (b"fetch", program.outputs)):
             for _, name in sorted(self.ends[end], key=lambda e: e[0]):
                 known = self.blocks[0].types.get(name) if self.blocks else None
                 if known is not None:
-                    into.append(Parameter(name.decode(), _dtype(known), known.dims))
+                    into.append(ProgramTensor(name.decode(), _dtype(known), known.dims))
 
     def check(self) -> None:
         """Everything wrong with a program that was read to its end."""

@@ -56,7 +56,7 @@ LISTED = 20
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
-class Problem(NamedTuple):
+class ProgramProblem(NamedTuple):
     """Something wrong with a program or its parameters: ``--check`` lists all, reading raises the first."""
 
     id: str
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
     """In the file: operator, byte, record."""
 
 
-class Parameter(NamedTuple):
+class ProgramTensor(NamedTuple):
     """A tensor that the program expects in the parameter file, or feeds, or fetches."""
 
     name: str
@@ -88,7 +88,7 @@ class Program:
     version: int | None = None
     """Of PIR's JSON; of a .pdmodel Paddle's own, as major * 1000000 + minor * 1000 + patch. None where it says none."""
     trainable: bool | None = None
-    parameters: list[Parameter] = field(default_factory=list)
+    parameters: list[ProgramTensor] = field(default_factory=list)
     """In the order of the parameter file: sorted by name."""
     operators: Counter[str] = field(default_factory=Counter)
     """How many of each operator there are, in all blocks."""
@@ -97,11 +97,11 @@ class Program:
     infinite: int = 0
     """Attributes that are infinite, which JSON has no number for."""
     blocks: int = 0
-    inputs: list[Parameter] = field(default_factory=list)
+    inputs: list[ProgramTensor] = field(default_factory=list)
     """What is fed, in the order of the program."""
-    outputs: list[Parameter] = field(default_factory=list)
+    outputs: list[ProgramTensor] = field(default_factory=list)
     """What is fetched."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ProgramProblem] = field(default_factory=list)
     """At most ``LISTED`` of each id."""
     more: Counter[str] = field(default_factory=Counter)
     """Problems beyond those listed, by id."""
@@ -109,6 +109,6 @@ class Program:
     def report(self, id_: str, text: str, where: str = "") -> None:
         """Note a problem; the hundredth of a kind says nothing new."""
         if sum(p.id == id_ for p in self.problems) < LISTED:
-            self.problems.append(Problem(id_, text, where))
+            self.problems.append(ProgramProblem(id_, text, where))
         else:
             self.more[id_] += 1

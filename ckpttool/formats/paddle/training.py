@@ -17,7 +17,7 @@ from ckpttool.containers.pickle_write import plain_pickle
 from ckpttool.core.files import DataFile
 from ckpttool.core.words import some
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import Training, WriteRequest, companions
+from ckpttool.formats.base import TrainingState, WriteRequest, companions
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing
 
 SCHEDULE = "LR_Scheduler"
@@ -42,7 +42,7 @@ def small_files(listing: Listing, own: Iterable[str]) -> tuple[tuple[str, ...], 
     return tuple([n for n in listing.names if n in small or n in carried]), notes
 
 
-def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> Training | None:
+def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> TrainingState | None:
     """The trainer's step and its learning-rate ``schedule``, which scheduler.pdparams has where files have none.
 
     Nothing in Paddle's files says the betas. A file that cannot be read is carried along, and says nothing here.
@@ -58,10 +58,10 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
     step = step if type(step) is int and step >= 0 else None
     if step is None and not schedule:
         return None
-    return Training(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
+    return TrainingState(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
 
 
-def schedule_of(training: Training | None) -> Mapping[str, Any] | None:
+def schedule_of(training: TrainingState | None) -> Mapping[str, Any] | None:
     """The state of a schedule of Paddle's, wherever it came from.
 
     Another trainer's step and learning rate are one: Paddle's schedules are functions of the step, and no trainer of

@@ -50,7 +50,7 @@ _OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z"
 _WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z")
 
 
-class _File(NamedTuple):
+class _ShardFile(NamedTuple):
     """One file of tensors."""
 
     path: Place
@@ -62,7 +62,7 @@ class _File(NamedTuple):
     total: int
 
 
-_Held = list[tuple[StoredTensor, _File]]
+_Held = list[tuple[StoredTensor, _ShardFile]]
 """What the files hold for one key."""
 
 
@@ -107,7 +107,7 @@ class Unified:
         listings = [listing, *(list_source(p) for p in options.more)]
         config = shared_config(listings)
         found = _files(listings)
-        return _Reader(listing, listings, options, config, found).read()
+        return _UnifiedReader(listing, listings, options, config, found).read()
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return Mesh()
@@ -208,9 +208,9 @@ def _index_without(
     return (json.dumps(data, indent=4) + "\n").encode()
 
 
-def _files(listings: Sequence[Listing]) -> list[_File]:
+def _files(listings: Sequence[Listing]) -> list[_ShardFile]:
     """The files of all directories of a save, each once."""
-    out: dict[str, _File] = {}
+    out: dict[str, _ShardFile] = {}
     for at in listings:
         for name in at.names:
             m = _MERGED.match(name) or _RANKED.match(name)
@@ -222,17 +222,17 @@ def _files(listings: Sequence[Listing]) -> list[_File]:
             got = m.groupdict()
             coords = {k: int(v) for k, v in _COORDINATE.findall(got.get("suffix") or "")}
             part, total = int(got["part"] or 0), int(got.get("total") or 0)
-            out[name] = _File(at.path(name), STEMS[got["stem"]], got["stem"], coords, part, total)
+            out[name] = _ShardFile(at.path(name), STEMS[got["stem"]], got["stem"], coords, part, total)
     return list(out.values())
 
 
 @dataclass(slots=True)
-class _Reader:
+class _UnifiedReader:
     listing: Listing
     listings: list[Listing]
     options: base.ReadOptions
     config: dict[str, Any]
-    found: list[_File]
+    found: list[_ShardFile]
     notes: list[str] = field(default_factory=list)
     files: list[DataFile] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
@@ -318,7 +318,7 @@ class _Reader:
             ranked = [f for f in self.found if f.stem == stem and f.coords]
             self._complete_ranks(stem, ranked)
 
-    def _complete_ranks(self, stem: str, ranked: Sequence[_File]) -> None:
+    def _complete_ranks(self, stem: str, ranked: Sequence[_ShardFile]) -> None:
         if not ranked:
             return
         axes = list(ranked[0].coords)
@@ -385,7 +385,7 @@ class _Reader:
         held: dict[Key, _Held] = {}
         order = {stem: set(self._named_by_index(stem)) for stem in STEMS}
 
-        def rank(f: _File) -> tuple[Any, ...]:
+        def rank(f: _ShardFile) -> tuple[Any, ...]:
             named = order[f.stem]
             # Shards of one parameter follow each other by sharding rank, which is how the files are numbered.
             return (list(STEMS).index(f.stem), bool(named) and f.path.name not in named, *self._shard_order(f))
@@ -405,7 +405,7 @@ class _Reader:
         return held
 
     @staticmethod
-    def _shard_order(f: _File) -> tuple[int, ...]:
+    def _shard_order(f: _ShardFile) -> tuple[int, ...]:
         return (f.coords.get("pp", 0), f.coords.get("moe", 0), f.coords.get("tp", 0), f.coords.get("shard", 0), f.part)
 
     def _cut_mesh(self) -> Mesh:

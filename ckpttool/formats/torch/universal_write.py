@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from ckpttool.containers.pickle_write import Call, Hole
+from ckpttool.containers.pickle_write import Hole, PickledCall
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.core.catalog import RankTensor
 from ckpttool.core.optimizer_states import STEP
@@ -156,7 +156,7 @@ def _is_file_name(name: str) -> bool:
     return 0 < size < 256 and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 
-def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tuple[list[str], dict[str, Any]]]:
+def _groups(training: base.TrainingState | None, trained: Iterable[str]) -> list[tuple[list[str], dict[str, Any]]]:
     """Trained parameters of each group in its order, and the group's values; what is in none comes last."""
     left = dict.fromkeys(trained)
     out = []
@@ -168,7 +168,9 @@ def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tupl
     return [*out, (list(left), {})] if left else out
 
 
-def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
+def _model_states(
+    training: base.TrainingState | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> dict[str, Any]:
     plain = dict(training.plain) if training else {}
     steps = training.step if training else None
     if steps is None:  # no trainer says it: as many as the optimizer took
@@ -177,7 +179,7 @@ def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, 
     own = {
         "buffer_names": [],
         "optimizer": None,
-        "param_shapes": [{n: Call("torch", "Size", (shape,)) for n, shape in group.items()} for group in shapes],
+        "param_shapes": [{n: PickledCall("torch", "Size", (shape,)) for n, shape in group.items()} for group in shapes],
         "frozen_param_shapes": None,
         "shared_params": {},
         "frozen_param_fragments": None,

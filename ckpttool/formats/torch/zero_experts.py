@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from ckpttool.containers.pickle import printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.files import DataFile
@@ -49,7 +49,7 @@ def expert_weights(
     _check_all_there(save, names, states)
     out: dict[str, StoredTensor] = {}
     for name, torch in zip(names, read_each(read_torch, [save.path(n) for n in names]), strict=True):
-        if not isinstance(torch.value, dict) or not all(isinstance(v, Tensor) for v in torch.value.values()):
+        if not isinstance(torch.value, dict) or not all(isinstance(v, TorchTensor) for v in torch.value.values()):
             raise CorruptError("this is not a file of an expert: it is no dict of tensors", where=str(save.path(name)))
         files.append(torch.info)
         for key, tensor in torch.value.items():
