@@ -13,7 +13,7 @@ from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.planning.relate import DerivedTensor, permute
 
-Kind = Literal["linear", "embedding", "stacked"]
+FactorKind = Literal["linear", "embedding", "stacked"]
 ANOTHER_MODEL = "is this the model for which the adapter was trained?"
 """What to ask when shapes do not fit."""
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
     target: str
     """The weight's name in the model that was trained; of a stacked weight of PEFT, the module that holds it."""
-    kind: Kind
+    kind: FactorKind
     a: str
     """Tensor name of the factor next to the input."""
     b: str

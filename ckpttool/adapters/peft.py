@@ -17,8 +17,8 @@ from ckpttool.adapters.base import (
     ANOTHER_MODEL,
     Adapter,
     CandidateParameter,
+    FactorKind,
     Factors,
-    Kind,
     Pair,
     both_sides,
     check_dtypes,
@@ -62,7 +62,7 @@ _WRAPPER = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)(?=\.)")
 
 class _FactorName(NamedTuple):
     module: str
-    kind: Kind
+    kind: FactorKind
     side: str
 
 
@@ -102,7 +102,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     path = f"{where}/{CONFIG}"
     check(config, path)
     check_dtypes(catalog)
-    factors: dict[tuple[str, Kind], dict[str, str]] = {}
+    factors: dict[tuple[str, FactorKind], dict[str, str]] = {}
     whole: dict[str, str] = {}
     in_place = set()
     notes = []
@@ -171,7 +171,7 @@ def _factor(name: str, path: str) -> _FactorName | None:
 
 
 def _pair(
-    module: str, kind: Kind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
+    module: str, kind: FactorKind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
 ) -> Pair:
     a, b = both_sides(sides, path)
     plain = module.replace(".base_layer", "")

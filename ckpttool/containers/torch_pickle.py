@@ -150,7 +150,7 @@ def _from_type(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any
     if len(args) != 4 or any(type(a) is not Global for a in args[:2]) or type(args[2]) is not tuple:
         machine.not_so(function)
     call = _TENSORS.get(args[0])
-    if call is None or args[1].name not in ("TorchTensor", "Parameter") or not args[1].module.startswith("torch"):
+    if call is None or args[1].name not in ("Tensor", "Parameter") or not args[1].module.startswith("torch"):
         return machine.call_inert(function, args)
     return call(machine, args[0], args[2])
 

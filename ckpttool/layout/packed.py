@@ -38,7 +38,7 @@ INPUTS = "inputs"
 GLOBAL = "global"
 """Of the uncut weight; every rank holds it."""
 
-Place = tuple[int, int] | str
+PlaceInPacked = tuple[int, int] | str
 """Elements of the weight for each stored one along both axes (0: all of them have one); or INPUTS, or GLOBAL."""
 
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
@@ -62,7 +62,7 @@ class PackedTensor(NamedTuple):
     """What the weight would be called."""
     codes: str
     """Name of the tensor with the integers."""
-    place: Place
+    place: PlaceInPacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Packing:
     """Why these weights cannot be cut or joined; "" where they can."""
     in_out: bool = False
     """The tensors are [in, out]."""
-    places: tuple[tuple[str, Place], ...] = ()
+    places: tuple[tuple[str, PlaceInPacked], ...] = ()
     """By the end of a name; that of the integers comes first."""
     any_group: bool = False
     """Act-order: an input may be of any group."""
@@ -164,7 +164,7 @@ class Packing:
 
 
 @lru_cache(maxsize=1024)
-def _rule(rule: Rule, place: Place, in_out: bool, whole: bool) -> Rule:  # noqa: FBT001 - cached by position
+def _rule(rule: Rule, place: PlaceInPacked, in_out: bool, whole: bool) -> Rule:  # noqa: FBT001 - cached by position
     """``whole``: where the inputs are cut, every rank needs all of it."""
     by_rows = rule.verb == "row"
     if place == INPUTS and by_rows:
@@ -214,7 +214,7 @@ def _gptq(quant: Mapping[str, Any]) -> Packing:
     if not isinstance(group, int) or not _is_group(group):
         return Packing("GPTQ", f"`group_size` {group} of quantization_config is not known")
     word, side = 32 // bits, max(group, 0)
-    places: tuple[tuple[str, Place], ...]
+    places: tuple[tuple[str, PlaceInPacked], ...]
     places = (("qweight", (word, 1)), ("qzeros", (side, word)), ("scales", (side, 1)), ("g_idx", INPUTS))
     return Packing("GPTQ", in_out=True, places=places, any_group=bool(quant.get("desc_act")))
 

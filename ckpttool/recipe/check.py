@@ -11,7 +11,7 @@ from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageErr
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.document import Problems, Value, nearest
-from ckpttool.recipe.model import Condition, Kind, Recipe, RecipeSlice, Scalar, Setting, SliceSource
+from ckpttool.recipe.model import Condition, ParameterType, Recipe, RecipeSlice, Scalar, Setting, SliceSource
 
 DTYPES = ("F32", "F16", "BF16", "F64")
 """What a merge writes."""
@@ -61,7 +61,7 @@ def dtype_named(value: Value) -> str:
     return ""
 
 
-def scalar(data: Any, kind: Kind) -> Scalar | None:
+def scalar(data: Any, kind: ParameterType) -> Scalar | None:
     """A value of a parameter's type; None when it is not. Numbers may be texts: YAML takes ``1e-5`` for one."""
     if kind == "bool":
         return bool(data) if data in (True, False) and not isinstance(data, str) else None
@@ -79,7 +79,7 @@ def scalar(data: Any, kind: Kind) -> Scalar | None:
 TYPES = {"float": "a finite number", "int": "a whole number", "bool": "true or false"}
 
 
-def values(value: Value, kind: Kind) -> tuple[Scalar, ...]:
+def values(value: Value, kind: ParameterType) -> tuple[Scalar, ...]:
     """One value or a gradient; () after noting what is wrong."""
     listed = value.items() if isinstance(value.data, list) else [value]
     if not listed:
@@ -94,7 +94,7 @@ def values(value: Value, kind: Kind) -> tuple[Scalar, ...]:
     return tuple(out)
 
 
-def setting(value: Value, kind: Kind) -> Setting | None:
+def setting(value: Value, kind: ParameterType) -> Setting | None:
     """A scalar, a gradient, or a list of ``{filter:, value:}``; None after noting what is wrong."""
     entries = value.items() if isinstance(value.data, list) else [value]
     conditional = [isinstance(e.data, dict) for e in entries]

@@ -19,7 +19,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[^+\s]+)?")
 """What the name of a model on the Hugging Face Hub looks like, with a revision or without."""
 
 Scalar = float | int | bool
-Kind = Literal["float", "int", "bool"]
+ParameterType = Literal["float", "int", "bool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Condition:
     values: tuple[Scalar, ...]
     """One value, or several that stand at equal distances from the first layer to the last."""
 
-    def at(self, t: float, kind: Kind) -> Scalar:
+    def at(self, t: float, kind: ParameterType) -> Scalar:
         """The value at ``t``, from 0 (first layer) to 1 (last layer): numbers are interpolated, booleans are not.
 
         Raises UsageError when a number that must be whole is not.
@@ -66,11 +66,11 @@ class Condition:
 class Setting:
     """What a recipe gives to one parameter in one place: the first condition that matches a tensor counts."""
 
-    kind: Kind
+    kind: ParameterType
     conditions: tuple[Condition, ...]
 
     @classmethod
-    def of(cls, kind: Kind, *values: Scalar) -> Setting:
+    def of(cls, kind: ParameterType, *values: Scalar) -> Setting:
         """The same for every tensor: one value, or a gradient over the layers."""
         return cls(kind, (Condition("*", values),))
 

@@ -22,7 +22,7 @@ BEFORE = re.compile(r"embed|wte|wpe|word_embeddings|(?<![^.])shared\.")
 AFTER = re.compile(r"embed_out")
 """An output layer that is called an embedding (GPT-NeoX)."""
 
-Place = tuple[ModelRef, str]
+NamedTensor = tuple[ModelRef, str]
 """A model and the name of a tensor there."""
 
 
@@ -31,9 +31,9 @@ class Merged:
     """One tensor of the output."""
 
     name: str
-    inputs: tuple[Place, ...]
+    inputs: tuple[NamedTensor, ...]
     """The models that have it, without the base."""
-    base: Place | None
+    base: NamedTensor | None
     """None where the method has no base, and where the base lacks the tensor."""
     base_at: int | None
     """Place of the base among the slice's models; after the last one when it is not listed."""
@@ -41,7 +41,7 @@ class Merged:
     """For each input, complete."""
     whole: Mapping[str, Scalar]
     """Parameters of the merge, complete."""
-    missing: tuple[Place, ...] = ()
+    missing: tuple[NamedTensor, ...] = ()
     """Models that lack it, the base included."""
 
 

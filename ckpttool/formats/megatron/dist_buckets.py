@@ -44,7 +44,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _HINT = "save it once more with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out with --only model"
 
-Found = tuple[str, str, Box, StoredTensor]
+BucketSlice = tuple[str, str, Box, StoredTensor]
 """(state, parameter, box of the whole parameter, what holds it)."""
 
 
@@ -200,14 +200,14 @@ class Placer:
         self.apart = any(optimizer for optimizer, _ in buffers)
         """Whether experts have an optimizer and buffers of their own: not where no rank has others than the rest."""
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[BucketSlice]:
         """All state. Raises UnsupportedError where no order fits, or several do."""
         tp, pp, ep, etp = self.sizes
         want = {(0, g) for g in range(tp * pp)} | {(1, g) for g in range(pp * ep * etp) if self.experts}
         ragged = self.experts % ep != 0
         if not {(0, g) for g in range(tp * pp)} <= self.buffers.keys() <= want or ragged:
             raise _refusal("its groups of ranks are not those of the mesh in `args`")
-        found: list[list[Found]] = []
+        found: list[list[BucketSlice]] = []
         why = ""
         for target in self.targets:
             try:
@@ -220,7 +220,7 @@ class Placer:
             raise _refusal("the order of Transformer Engine's modules fits, and so does that of the local spec")
         return found[0]
 
-    def _placed(self, target: str) -> Iterator[Found]:
+    def _placed(self, target: str) -> Iterator[BucketSlice]:
         tp, pp, ep, etp = self.sizes
         dense = {g: _stages(self.buffers[0, g]) for g in range(tp * pp)}
         turns = len(dense[0])
@@ -385,7 +385,7 @@ def _bounds_fit(placed: _Placed, bucket: SavedBucket) -> bool:
     return not step or all(n in bounds for n in range(0, bucket.elements, step))
 
 
-def _found(placed: _Placed) -> Iterator[Found]:
+def _found(placed: _Placed) -> Iterator[BucketSlice]:
     """What holds each box of the parameters."""
     for p, bucket, begin in placed:
         at = begin

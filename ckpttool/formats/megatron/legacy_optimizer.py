@@ -51,7 +51,7 @@ _OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM writes it an
 _FROZEN = "where parameters were frozen, save with --ckpt-format torch_dist, which names those that are trained"
 _WITHOUT = "or leave the optimizer out: --only model"
 
-Tensors = Callable[[LegacyTensor, StoredTensor], Iterable[StoredTensor]]
+FindTensors = Callable[[LegacyTensor, StoredTensor], Iterable[StoredTensor]]
 """The tensors of the whole model that a tensor of a rank stands for."""
 
 
@@ -129,7 +129,7 @@ class Optimizers:
         except UnsupportedError as e:
             self._why = self._why or e
 
-    def finish(self, tensors: Tensors) -> LegacyOptimizer:
+    def finish(self, tensors: FindTensors) -> LegacyOptimizer:
         """All of it under the names that ``tensors`` gives. Raises IncompleteError, ConflictError."""
         if self._lacking and self._distributed:
             raise IncompleteError(
@@ -271,7 +271,7 @@ class Optimizers:
         head = frozenset(str(i) for i, h in enumerate(group) if h.name == "output_layer.weight")
         return [head, frozenset()] if head else [head]
 
-    def _of_flat(self, flat: _Flat, tensors: Tensors) -> Iterator[StoredTensor]:
+    def _of_flat(self, flat: _Flat, tensors: FindTensors) -> Iterator[StoredTensor]:
         size = itemsize("F32")
         for name, (file, begin) in flat.vectors.items():
             component, state = _STATES[name]

@@ -40,7 +40,7 @@ from ckpttool.formats.torch import zero_experts, zero_files
 from ckpttool.formats.torch.optimizer import refuse
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
-from ckpttool.formats.torch.zero_partitions import Held, OptimizerFile, Partitions, partitions_of, stage_of
+from ckpttool.formats.torch.zero_partitions import FlatTensor, OptimizerFile, Partitions, partitions_of, stage_of
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import read_each
 
@@ -250,7 +250,7 @@ class _DeepspeedReader:
             rounded = ", ".join(sorted(set(self.dtypes.values())))
             self.notes.append(f"model weights are master_weights rounded to {rounded}")
 
-    def _whole(self, found: Iterable[Held]) -> dict[str, StoredTensor]:
+    def _whole(self, found: Iterable[FlatTensor]) -> dict[str, StoredTensor]:
         """Tensors by their parameters. Raises IncompleteError."""
         out = {}
         for name, shape, pieces in found:

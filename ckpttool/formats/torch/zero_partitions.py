@@ -30,7 +30,7 @@ from ckpttool.storage.place import read_each
 _ORDER = {"exp_avg": 0, "exp_avg_sq": 1}
 _ONE_SAVE = "the files are not of one save, or this kind of save is not known"
 
-Held = tuple[str, tuple[int, ...], list[FlatShard]]
+FlatTensor = tuple[str, tuple[int, ...], list[FlatShard]]
 """A parameter, its shape, and what holds its elements."""
 
 
@@ -117,10 +117,10 @@ class Partitions(ABC):
         return n, n
 
     @abstractmethod
-    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
         """Where the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
 
-    def masters(self) -> Iterator[Held]:
+    def masters(self) -> Iterator[FlatTensor]:
         for unit in self.units:
             yield from self.pieces(unit, [[flats[i] for i in unit.flats] for flats in self.flats])
 
@@ -164,7 +164,7 @@ class Partitions(ABC):
             return False
         return value.shape[0] in self.length(rank, flat)
 
-    def state(self, name: str) -> Iterator[Held]:
+    def state(self, name: str) -> Iterator[FlatTensor]:
         """One state of all parameters that have it."""
         inner = [self._inner(rank)[0] for rank in self.ranks]
         for unit in self.units:
@@ -356,7 +356,7 @@ class Stages12(Partitions):
                         hint=_ONE_SAVE,
                     )
 
-    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
         runs = []
         for start, found, (r, _) in zip(self._starts(unit), vectors, enumerate(self.ranks), strict=False):
             n = self.length(r, unit.flats[0])[0]
@@ -407,7 +407,7 @@ class Stage3(Partitions):
             everything = {name: shape for shapes in self.groups_ for name, shape in shapes.items()}
             self.units = [_FlatUnit(everything, tuple(range(len(self.flats[0]))))]
 
-    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
         world, runs = len(self.ranks), []
         for found in vectors:
             mine, at = [], 0
