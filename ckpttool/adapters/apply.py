@@ -84,7 +84,7 @@ def adapt(
     as_trained: bool = False,
     forms: Sequence[ModelForm] = (),
 ) -> Changes:
-    """What an adapter changes in a base of these names and shapes.
+    """The changes of an adapter to a base of these names and shapes.
 
     ``in_out`` says how the base stores the weights of linear layers; None: as the library that wrote the adapter does
     (Paddle [in, out]; PEFT [out, in], and [in, out] for the layers for which it has fan_in_fan_out). ``kv_heads`` is

@@ -1,4 +1,4 @@
-"""What is known of an adapter before there is a base (``Adapter``), and what it does to one (``Changes``)."""
+"""An adapter before it has a base (``Adapter``), and its changes to one (``Changes``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpttool.planning.relate import DerivedTensor, permute
 
 FactorKind = Literal["linear", "embedding", "stacked"]
 ANOTHER_MODEL = "is this the model for which the adapter was trained?"
-"""What to ask when shapes do not fit."""
+"""Question for errors about shapes that do not fit."""
 
 
 class CandidateParameter(NamedTuple):
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What is added to one layer."""
+    """The low-rank factors for one layer."""
 
     up: DerivedTensor
     """[out, rank]"""
@@ -75,7 +75,7 @@ class Adapter(ABC):
     """One adapter directory; each library that writes adapters has a class of its own."""
 
     dialect: ClassVar[str]
-    """Of the models that its library trains."""
+    """Dialect of the models that its library trains."""
     in_out_everywhere: ClassVar[bool]
     """Whether ``in_out`` holds for all layers."""
     interleaves_qkv: ClassVar[bool]
@@ -91,7 +91,7 @@ class Adapter(ABC):
     """Whether the writer holds the weights of its linear layers as [in, out]: Paddle, and PEFT's fan_in_fan_out."""
     notes: tuple[str, ...] = ()
     in_place: frozenset[str] = frozenset()
-    """Of ``whole``, those that take the place of a weight for all layers that share it: tied ones stay tied."""
+    """Tensors of ``whole`` that replace a weight for all layers that share it: tied ones stay tied."""
 
     @property
     def files(self) -> list[DataFile]:
@@ -107,11 +107,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def factors(self, pair: Pair) -> Factors:
-        """Of a linear layer or a convolution."""
+        """Factors of a linear layer or a convolution."""
 
     @abstractmethod
     def experts(self, pair: Pair) -> list[Factors]:
-        """Of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
+        """Factors of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
 
     def view(self, tensor: str) -> DerivedTensor:
         """One of its tensors."""
@@ -138,7 +138,7 @@ class LowRankTerm(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
+    """The change of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
 
     terms: tuple[LowRankTerm, ...] = ()
     whole: DerivedTensor | None = None

@@ -57,7 +57,7 @@ STARTS = {"gaussian", "eva", "orthogonal", "mica"}
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<rest>(?:\.[^.]+){0,2})\Z")
 _WRAPPER = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)(?=\.)")
-"""What the names of wrapped modules have that the base's names do not."""
+"""Infix in the names of wrapped modules that the base's names lack."""
 
 
 class _FactorName(NamedTuple):
@@ -155,7 +155,7 @@ def check(config: Mapping[str, Any], path: str) -> None:
 
 
 def _factor(name: str, path: str) -> _FactorName | None:
-    """What a tensor is by its name; None for a tensor that was trained as it is."""
+    """The factor that a tensor is by its name; None for a tensor that was trained in full."""
     found = _FACTOR.fullmatch(name)
     if found is None:
         if re.search(r"(?:^|\.)lora_", name) or ".token_adapter." in name:

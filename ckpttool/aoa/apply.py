@@ -30,7 +30,7 @@ class _TableEntry:
 
     view: DerivedTensor
     place: int
-    """Of the first source it is made of, in the order of the source."""
+    """Position of its first source, in the order of the source."""
     by: Statement | None = None
     """The statement that wrote it; None for a tensor of the source."""
     used: bool = False
@@ -366,7 +366,7 @@ class _Interpreter:
     # -- the end
 
     def result(self) -> TensorTable:
-        """What is left, each where its first source stood."""
+        """The remaining tensors, each at the position of its first source."""
         for name, old in self.slots.items():
             weight = weight_of(name, self.before.table)
             if weight is None or not old.is_output or old.by is not None:

@@ -1,4 +1,4 @@
-"""What a statement says, and how one is written out again."""
+"""Statements as data, and their text."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StatementPlace(NamedTuple):
 
     file: str
     line: int = 0
-    """Of a text file, from 1; 0 when ``number`` says it."""
+    """Line of a text file, from 1; 0 when ``number`` is given."""
     number: int = 0
-    """Of a list, from 1."""
+    """Position in a list, from 1."""
     shift: int = 0
     """Columns before the statement in its line."""
 
@@ -52,7 +52,7 @@ class Cast(NamedTuple):
 
     to: str
     of: str | None = None
-    """What the tensor must be before; only then can the cast be undone."""
+    """The dtype that the tensor must have before; only then can the cast be undone."""
 
 
 @dataclass(frozen=True, slots=True)

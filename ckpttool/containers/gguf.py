@@ -46,7 +46,7 @@ class GgufTensor(NamedTuple):
 
     name: str
     dtype: str
-    """Of its elements; F32 where they are Q8_0."""
+    """Dtype of its elements; F32 where they are Q8_0."""
     shape: tuple[int, ...]
     offset: int
     """In the file."""
@@ -57,7 +57,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """What the header says."""
+    """The parsed header."""
 
     info: DataFile
     keys: dict[str, Any]

@@ -69,7 +69,7 @@ class PaddleFile(NamedTuple):
     """A dict that ``paddle.save`` wrote."""
 
     tensors: dict[str, PickledArray]
-    """Of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
+    """Tensors of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
     chunks: dict[str, tuple[PickledArray, ...]]
     """Tensors that protocols 2 and 3 cut at 1 GiB: flat parts in row-major order, none of which is in ``tensors``."""
     structured: dict[str, str]

@@ -63,7 +63,7 @@ MAX_INT = 255
 """Bytes of one integer: what LONG1 can say."""
 
 MAX_FIELDS = 64
-"""Of one Record; Paddle's have six."""
+"""Most fields of one PickledObject; Paddle's have six."""
 
 _LAZY = 1 << 10
 """Texts of more bytes than this are passed over until somebody wants them: in protocol 2 they are tensors."""
@@ -85,7 +85,7 @@ class PickledArray(NamedTuple):
     fortran: bool = False
     """Column-major; only ever true with two axes or more."""
     name: str = ""
-    """Of the tensor, where the pickle has Paddle's ``(name, array)``."""
+    """Name of the tensor, where the pickle has Paddle's ``(name, array)``."""
 
 
 class PickledObject(NamedTuple):
@@ -208,7 +208,7 @@ Call = Callable[["Machine", Global, tuple[Any, ...]], Any]
 
 
 class PickleVocabulary(NamedTuple):
-    """What the pickles of one writer name, and what becomes of it."""
+    """The globals that one writer's pickles may name, and their stand-ins."""
 
     writer: str
     """Completes "which ... does not"."""
@@ -219,7 +219,7 @@ class PickleVocabulary(NamedTuple):
     records: Mapping[tuple[str, str], str] = {}
     """Classes whose instances are made without arguments and then filled, and what their Records are called."""
     refuses: Callable[[Global], bool] = lambda _: True
-    """Of all other names: whether the pickle is refused. What is not becomes an inert Record wherever it is used."""
+    """Whether another name refuses the pickle. If not, it becomes an inert PickledObject wherever it is used."""
     builds: Mapping[type, Callable[[Machine, Any, Any], None]] = {}
     """How values of a type take the state that BUILD gives them, besides numpy's and ``records``."""
     opcodes: Mapping[int, Callable[[Machine], None]] = {}
@@ -521,7 +521,7 @@ class Machine:
         return self.refuse(f"the pickle stores {what}, which is not a value of a checkpoint")
 
     def inert(self, cls: str, *args: Any) -> PickledObject:
-        """What is no value of a checkpoint, by its class and what is known of it."""
+        """A stand-in for an object that is not a checkpoint's value: its class and arguments."""
         self.made += 2 + len(args)
         return PickledObject(cls, {"args": args})
 
@@ -791,7 +791,7 @@ class Machine:
         self.not_so(function)
 
     def call_inert(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """What is not known is neither imported nor called: it becomes a Record of what it was given."""
+        """Record a call of an unknown function as a PickledObject with its arguments; nothing is imported or called."""
         if function in self.vocabulary.records:
             self.not_so(function)
         self.made += 2 + len(args)

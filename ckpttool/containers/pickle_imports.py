@@ -1,4 +1,4 @@
-"""What a pickle would import when it is loaded: its opcodes are walked, nothing of it is run.
+"""The imports of a pickle when it is loaded: its opcodes are walked, nothing is run.
 
 A pickle names the functions that it calls. Weights need a few dozen of them (``SAFE``); any other is code of somebody
 else's choice, which runs as soon as the file is loaded without a restriction.
@@ -61,7 +61,7 @@ SAFE = frozenset(
         )),
     }
 )  # fmt: skip
-"""What weights and the state of optimizers are made of; none of them runs anything."""
+"""Names that weights and the state of optimizers need; none of them runs anything."""
 _RECORDS = frozenset(
     {
         "numpy.dtypes", "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
@@ -92,7 +92,7 @@ _DANGEROUS = frozenset(
 )  # fmt: skip
 """Modules with which a pickle does whatever its author wanted."""
 _OPENS = frozenset(f"{m}.{n}" for m in ("io", "_io") for n in ("open", "open_code", "FileIO")) | {"codecs.open"}
-"""What opens files; ``open`` is pickled by the first of these names."""
+"""Functions that open files; ``open`` is pickled by the first of these names."""
 
 MAX_NAMES = 1000
 MAX_OPCODES = 1 << 24
@@ -258,7 +258,8 @@ class _Mark:
 
 
 class _Budget:
-    """What the pickles of a file of ``size`` bytes may take together, however small they are while they are packed."""
+    """The memory and work that the pickles of a file of ``size`` bytes may take together, however small they are while
+    they are packed."""
 
     def __init__(self, size: int) -> None:
         self.opcodes = min(max(size, _FEW_OPCODES), MAX_OPCODES)

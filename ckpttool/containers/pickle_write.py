@@ -62,7 +62,7 @@ class Hole(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     name: str | None = None
-    """Of the tensor, where Paddle stores ``(name, array)``."""
+    """Name of the tensor, where Paddle stores ``(name, array)``."""
 
 
 class Instance(NamedTuple):
@@ -86,7 +86,7 @@ class Stateful(NamedTuple):
 
 
 class PickledCall(NamedTuple):
-    """What a function or class makes of arguments, and the pairs that are put into it then.
+    """A call of a function or class, and the pairs that are then put into its result.
 
     ``layout_pickle`` has it made once for equal arguments, so there they are hashable, and what is made of them cannot
     be changed: a million chunks have few shapes.
@@ -130,7 +130,7 @@ class _PickleWriter:
         self.literals: list[tuple[int, bytes]] = []
         self.places: dict[tuple[Any, ...], int] = {}
         self.memo: dict[Any, bytes] = {}
-        """What recalls a value."""
+        """The bytes that recall a value."""
 
     def hole(self, size: int, path: tuple[Any, ...]) -> None:
         at = self.start + len(self.run)

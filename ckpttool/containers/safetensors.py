@@ -233,7 +233,7 @@ def problems(data: Mapping[str, Any], payload: int) -> list[HeaderProblem]:
 
 
 def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int], payload: int) -> list[HeaderProblem]:
-    """What is wrong with the place of one tensor."""
+    """Problems with the place of one tensor."""
     start, stop = span
     bits = prod(shape) * DTYPES[dtype].bits
     if bits != (stop - start) * 8:

@@ -67,7 +67,7 @@ class _ZipLayout:
         self.directory = bytearray()
         self.members = 0
         self.holes: list[tuple[int, int, int]] = []
-        """Of each tensor: where it begins, and where its checksum is in its header and in the directory."""
+        """Per tensor: offsets of its bytes, and of its checksum in its header and in the directory."""
 
     def put(self, name: str, data: bytes) -> None:
         """A member whose bytes are known."""

@@ -31,7 +31,7 @@ from ckpttool.storage.place import expect
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
 ALIGNMENT = 64
-"""Of the bytes of a storage in a zip."""
+"""Alignment of a storage in a zip, in bytes."""
 MAX_MEMBERS = 1 << 21
 MAX_DIRECTORY = 1 << 28
 """Bytes of the central directory."""
@@ -54,13 +54,13 @@ _STEP = 1 << 20
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
 """How protocols 0 and 1 write MAGIC, before torch 1.6."""
 _COUNTING = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
-"""What steps are kept in, as struct has it."""
+"""Dtypes of steps -> formats of ``struct``."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """What a file of torch.save holds."""
+    """The content of a file of torch.save."""
 
     info: DataFile
     value: Any
@@ -271,7 +271,7 @@ class _ZipMember(NamedTuple):
 
 
 def _read_zip(source: _ZipSource) -> tuple[TorchFile, _ZipHead | None]:
-    """What the zip holds, and its head where that lies before all storages."""
+    """The content of the zip, and its head where that lies before all storages."""
     members, limit = _members(source)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:

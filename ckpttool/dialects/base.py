@@ -16,7 +16,7 @@ from ckpttool.layout.statements import Transform
 Shapes = Mapping[str, tuple[int, ...]]
 """By name."""
 Statements = tuple[Transform, ...]
-"""What leads from Hugging Face's published names to others."""
+"""Statements from Hugging Face's published names to others."""
 
 
 TRAINER_FILES = re.compile(
@@ -36,15 +36,15 @@ class NamingContext(NamedTuple):
     fused: str = ""
     """``fuse`` or ``unfuse``: with all fusions, or without any; "" is what the dialect has."""
     version: str = ""
-    """Of the software that shall read it (--target), or ""."""
+    """Version of the software that will read it (--target), or ""."""
 
 
 class Dialect(ABC):
-    """What is asked of each dialect. The answers here are those of software that follows Hugging Face."""
+    """The interface of each dialect. The defaults are those of software that follows Hugging Face."""
 
     name = ""
     versions: tuple[str, ...] = ()
-    """What --target may say."""
+    """Values of --target."""
     in_out = False
     """Whether the weights of linear layers are [in, out]."""
     published = False
@@ -57,12 +57,12 @@ class Dialect(ABC):
     """Whether packed weights (GPTQ, AWQ, bitsandbytes, ...) keep their names."""
 
     def detect(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What leads to the names of a checkpoint whose tensors have these shapes on a rank."""
+        """Statements to the names of a checkpoint whose tensors have these shapes on a rank."""
         return self.target(context, shapes)
 
     @abstractmethod
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What leads to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
+        """Statements to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
 
     def keep(self, context: NamingContext, own: Statements, shapes: Callable[[], Shapes]) -> Statements:
         """The same for a source in this dialect, which has ``shapes`` after ``own``: its names stay."""

@@ -154,7 +154,7 @@ class HuggingFace:
 
 
 def _usual_names(config: Mapping[str, Any]) -> FileNames:
-    """What the library that wrote the config calls its files: diffusers has a name of its own."""
+    """File names of the library that wrote the config: diffusers has a name of its own."""
     return FileNames(_DIFFUSERS) if "_class_name" in config else FileNames()
 
 

@@ -51,12 +51,12 @@ class PipelinePart:
 
     @property
     def prefix(self) -> str:
-        """What its tensors' names begin with."""
+        """Prefix of its tensors' names."""
         return "" if self.name == ROOT else f"{self.name}."
 
     @property
     def folder(self) -> str:
-        """What the names of its files begin with."""
+        """Prefix of its files' names."""
         return "" if self.name == ROOT else f"{self.name}/"
 
 
@@ -70,7 +70,7 @@ class PipelineParts:
     named: bool
     """Whether they were asked for by name (``ReadOptions.parts``)."""
     label: str = ""
-    """What it is, as its software calls it: ``FluxPipeline``."""
+    """Class name in its software: ``FluxPipeline``."""
     usage: str = ""
     """The line of Python that loads the directory, as in ``FileLayout``."""
 
@@ -95,7 +95,7 @@ class MultiPart(ABC):
 
     @abstractmethod
     def label(self, listing: Listing) -> str:
-        """What this is, as its software calls it."""
+        """The class name of a directory in its software."""
 
     def detect(self, listing: Listing) -> int:
         if listing.single:

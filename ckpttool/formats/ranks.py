@@ -243,7 +243,7 @@ _MOST = 32 << 20
 
 
 def _training_record(training: base.TrainingState | None) -> tuple[dict[str, Any], list[str]]:
-    """What JSON can hold of it, and notes about the rest."""
+    """The values that JSON can hold, and notes about the rest."""
     if training is None:
         return {}, []
     left = list(training.left)
@@ -322,7 +322,7 @@ class _RankCut(NamedTuple):
     """How a rank holds a tensor; one object for all tensors that it holds alike."""
 
     shape: tuple[int, ...]
-    """Of the logical tensor."""
+    """Shape of the logical tensor."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
     pads: tuple[Box, ...]
@@ -370,7 +370,8 @@ def _add(
 
 
 def _key(text: Any, rec: Mapping[str, Any]) -> Key:
-    """What ``str(Key)`` stands for, given the record with its component and state. Raises ValueError, TypeError."""
+    """The key that ``str(Key)`` stands for, given the record with its component and state. Raises ValueError,
+    TypeError."""
     component, state = rec.get("component", "model"), rec.get("state", "")
     if not isinstance(text, str) or not isinstance(state, str):
         raise TypeError
@@ -390,7 +391,7 @@ def _cut(
     boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
     path: Place,
 ) -> _RankCut:
-    """What a record means: (first element in the stored tensor, first in the logical one, size) of each box.
+    """The boxes of a record: (first element in the stored tensor, first in the logical one, size) of each box.
 
     Raises CorruptError for what cannot be, and TypeError or ValueError for what are no sizes.
     """

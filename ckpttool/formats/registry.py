@@ -91,7 +91,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("torch-dist", "torch_dist", "dist-checkpointing", "mcore", "megatron-core"), "megatron-dist"),
     **dict.fromkeys(("megatron-lm", "mp_rank"), "megatron"),
 }
-"""What people say for a format; only for hints."""
+"""Other names of formats; only for hints."""
 _TRIED = 3
 """Checkpoints of a run that are opened to name one that can be."""
 _OF_RANKS = (".safetensors", ".pth")
@@ -102,12 +102,12 @@ _NO_SELECT = (
 
 
 def reader(name: str) -> Reader:
-    """What reads the format that --from names. Raises UsageError for an unknown one."""
+    """The reader of the format that --from names. Raises UsageError for an unknown one."""
     return _named(READERS, name, "--from")
 
 
 def writer(name: str) -> Writer:
-    """What writes the format that --to names. Raises UsageError for an unknown one, UnsupportedError for one that is
+    """The writer of the format that --to names. Raises UsageError for an unknown one, UnsupportedError for one that is
     only read.
     """
     if name in READERS and name not in WRITERS:

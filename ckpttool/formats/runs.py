@@ -47,11 +47,11 @@ _LAST = re.compile(r"(?:latest|last)(?:[-_.].*)?|.*[-_]last(?:\.\w+)?")
 _MOST = 10_000
 """Directories that are looked at by their names."""
 _STRANGERS = 200
-"""Of those that are not called as saves are, these are looked into: SRC may be somebody's home."""
+"""Directories without a save's name that are looked into at most: SRC may be somebody's home."""
 
 
 _LAST_WRITTEN = ("trainer_state.json", ".checkpoint_done")
-"""What trainers (transformers, PaddleFormers) write when the rest is there."""
+"""Files that trainers (transformers, PaddleFormers) write last."""
 
 
 class RunSave(NamedTuple):
@@ -68,7 +68,7 @@ class RunSave(NamedTuple):
 
 
 class TrainingRun(NamedTuple):
-    """What lies in one directory."""
+    """The saves in one directory."""
 
     root: Place
     saves: tuple[RunSave, ...]
@@ -100,7 +100,7 @@ def names_in(place: Place) -> set[str]:
 
 
 def unwritten(names: Collection[str], others: Sequence[Collection[str]]) -> list[str]:
-    """What trainers write last that is not among the files of a save, and is among those of another of its run."""
+    """Last-written files that a save lacks and another save of its run has."""
     return [m for m in _LAST_WRITTEN if m not in names and any(m in n for n in others)]
 
 

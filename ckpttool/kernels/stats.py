@@ -35,14 +35,14 @@ _PLAIN = 480
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What is known of all elements; None where there is no finite element to know it of."""
+    """Statistics of all finite elements; None where there is none."""
 
     elements: int
     minimum: Number | None
     maximum: Number | None
     mean: float | None
     std: float | None
-    """Of the population: the root of the mean squared distance from the mean."""
+    """Standard deviation of the population: the root of the mean squared distance from the mean."""
     amax: Number | None
     """Largest absolute value."""
     nan: int
@@ -67,10 +67,10 @@ class Collector(Protocol):
         """Count a block in."""
 
     def stats(self) -> Stats:
-        """Of everything added so far."""
+        """Statistics of everything added so far."""
 
     def histogram(self, bins: int) -> Histogram | None:
-        """Of everything added so far; None when it takes another pass over the blocks with ``Binning``."""
+        """Histogram of everything added so far; None when it takes another pass over the blocks with ``Binning``."""
 
 
 def collector(dtype: str) -> Collector:
@@ -459,7 +459,7 @@ class Distance:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None where one is all zeros."""
+        """Cosine of the angle between both; None where one is all zeros."""
         norms = math.sqrt(self._left) * math.sqrt(self._right)
         return self._dot / norms if norms else None
 

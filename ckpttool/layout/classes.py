@@ -1,5 +1,5 @@
-"""What the name of a class of transformers says: ``Qwen3Model`` is ``Qwen3ForCausalLM`` without its output head, and
-``Qwen3ForSequenceClassification`` has another one in its place.
+"""Output heads by the names of transformers' classes: ``Qwen3Model`` is ``Qwen3ForCausalLM`` without its output head,
+and ``Qwen3ForSequenceClassification`` has another one in its place.
 
 Sources: transformers' modeling_layers.py (GenericForSequenceClassification, GenericForTokenClassification), and the
 classes of single models that do not derive from them.
@@ -23,10 +23,10 @@ _CLASSIFIER = frozenset({"BioGpt", "Bloom", "Falcon", "GPT2", "GPTBigCode", "GPT
 
 
 class ClassHead(NamedTuple):
-    """What a model has in place of an output head."""
+    """The module that a model has in place of an output head."""
 
     name: str
-    """Of the module; "" is none at all."""
+    """Name of the module; "" is none at all."""
     bias: bool = False
 
 

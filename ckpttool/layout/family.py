@@ -72,7 +72,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """By the names of tensors."""
 
 _KINDS = ("weight", "bias")
-"""Of a module, in the order in which it has them."""
+"""Tensors of a module, in its order."""
 _TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """Where a file says nothing else."""
 TASK_HEADS = ("score.*", "classifier.*", "classification_head.*", "qa_outputs.*", "v_head.*", "regression_head.*")
@@ -88,11 +88,11 @@ class Placement(NamedTuple):
     layer: int | None = None
     expert: int | None = None
     position: int = 0
-    """Of its rule in the family file, which lists tensors in the order in which a model holds them."""
+    """Position of its rule in the family file, which lists tensors in the order in which a model holds them."""
 
 
 class _NumberedPlacement(NamedTuple):
-    """What is known of names that differ only in their numbers."""
+    """The placement of names that differ only in their numbers."""
 
     found: Placement
     layer_at: int
@@ -113,11 +113,11 @@ class Family:
     block: tuple[int, int] | None = None
     """Elements of one scale of FP8 weights, from the config."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    """What the config says of quantised weights."""
+    """The config's section about quantised weights."""
     tied: bool = False
     """tie_word_embeddings of the config."""
     model_types: frozenset[str] = frozenset()
-    """Of the config, and of its language model's part."""
+    """Model types of the config and of its language model's part."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
     """From --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Family:
         return {**tied, **self.spec.shared}
 
     def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
-        """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages.
+        """The statements from the rules' names to those of a naming; ``staged``: over pipeline stages.
 
         Raises UnsupportedError for a naming that the family does not have.
         """
@@ -284,7 +284,7 @@ class Family:
 
     @property
     def vocabulary(self) -> SizeVocabulary:
-        """What the words of its expressions are."""
+        """The words of its expressions."""
         return _vocabulary(self.spec, self.origin)
 
     def size(self, name: str, layer: int | None = None) -> int | None:
@@ -297,7 +297,7 @@ class Family:
         return name in self._varying
 
     def word(self, name: str, layer: int | None) -> str:
-        """What a size is called in ``sizes``, where it may differ from layer to layer."""
+        """The name of a size in ``sizes``, where it may differ from layer to layer."""
         return in_layer(name, layer) if layer is not None and name in self._varying else name
 
     def placement(self, name: str, ops: tuple[Transform, ...] = ()) -> Placement | None:
@@ -529,7 +529,7 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
 
 
 class _ParsedFamily(NamedTuple):
-    """What a family file says, whatever the config; families share it, and nothing changes it."""
+    """A family file, parsed, independent of a config; shared between families and never changed."""
 
     spec: FamilySpec
     rules: list[tuple[re.Pattern[str], Rule, str, bool]]
@@ -553,7 +553,7 @@ def _checked(data: Any, origin: str) -> _ParsedFamily:
 
 @lru_cache(maxsize=512)
 def _checked_before(text: str, origin: str) -> _ParsedFamily:
-    """Of a built-in file and what it takes from others, in JSON: what a program opens is of few families."""
+    """Parse a built-in file with what it inherits, in JSON; cached, since a program opens few families."""
     return _checked(json.loads(text), origin)
 
 
@@ -572,7 +572,7 @@ def _add_bare(spec: FamilySpec) -> None:
 
 
 def _vocabulary(spec: FamilySpec, origin: str) -> SizeVocabulary:
-    """What the words of its expressions are."""
+    """The words of its expressions."""
     sizes = {name: size_spec(said) for name, said in spec.sizes.items()}
     said = spec.tensors or TensorsSpec()
     inside = spec.inside is not None

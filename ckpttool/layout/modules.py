@@ -1,4 +1,4 @@
-"""What a model in memory has in one tensor where its files have several: experts, as transformers 5 stacks them.
+"""Tensors of a model in memory that its files hold as several: experts, as transformers 5 stacks them.
 
 An optimizer numbers and shapes its state by the tensors in memory. A family says how these come from those in files:
 a naming in ``hf_namings``.

@@ -25,9 +25,9 @@ class NameTemplate(NamedTuple):
     """Names that differ in their numbers only."""
 
     stack: str
-    """What stands in front of the layer's number, without its dot; "" for names without a layer."""
+    """The text in front of the layer's number, without its dot; "" for names without a layer."""
     rest: str
-    """What follows it, with ``0`` for every other number (experts)."""
+    """The text after it, with ``0`` for every other number (experts)."""
 
     @property
     def pattern(self) -> str:
@@ -122,7 +122,7 @@ class Nearest:
     rules: Mapping[NameTemplate, tuple[str, str]] = field(default_factory=dict)
     """Pattern and rule of each kind that it names."""
     others: Mapping[NameTemplate, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Of the other kinds: the rule that most families with such a name have, and those families."""
+    """Templates that the family lacks: the rule that most families with such a name have, and those families."""
 
 
 def nearest(names: Iterable[str]) -> Nearest | None:

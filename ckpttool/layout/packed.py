@@ -36,7 +36,7 @@ from ckpttool.layout.rules import Rule
 INPUTS = "inputs"
 """One number for each input."""
 GLOBAL = "global"
-"""Of the uncut weight; every rank holds it."""
+"""One number for the uncut weight; every rank holds it."""
 
 PlaceInPacked = tuple[int, int] | str
 """Elements of the weight for each stored one along both axes (0: all of them have one); or INPUTS, or GLOBAL."""
@@ -59,7 +59,7 @@ class PackedTensor(NamedTuple):
     """A stored tensor of a packed weight."""
 
     weight: str
-    """What the weight would be called."""
+    """The weight's name if it were not packed."""
     codes: str
     """Name of the tensor with the integers."""
     place: PlaceInPacked
@@ -86,7 +86,7 @@ class Packing:
     """One of the tensors, for messages."""
 
     def part(self, name: str, names: Collection[str]) -> PackedTensor | None:
-        """What ``name`` is to a packed weight; None for any other tensor of the checkpoint."""
+        """The part of a packed weight that ``name`` is; None for any other tensor of the checkpoint."""
         for end, place in self.places:
             stem = name[: -len(end)]
             if name.endswith(end) and stem[-1:] in ("", ".", "_") and (codes := stem + self.places[0][0]) in names:

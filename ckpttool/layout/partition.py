@@ -23,7 +23,7 @@ from ckpttool.layout.statements import Transform
 
 
 class WholeTensor(Protocol):
-    """What is partitioned: a logical tensor, or a view of one."""
+    """A tensor to partition: a logical tensor, or a view of one."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class _Placements:
 
     tensors: list[_CutTensor] = field(default_factory=list)
     published: dict[str, Placement | None] = field(default_factory=dict)
-    """What the family's rules say of each name, --replicate and the like aside."""
+    """The placement of each name by the family's rules, without --replicate and the like."""
     packed: Collection[str] = ()
     """Names of the parts of packed weights."""
     scaled: dict[tuple[int, tuple[int, ...]], Rule] = field(default_factory=dict)
@@ -63,12 +63,12 @@ class Partitioner:
     cutting: PartitionContext
     config: Mapping[str, Any]
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What tensors are stored as, by name, where that is not their own dtype."""
+    """Stored dtypes by name, where they are not the tensors' own."""
     local_layers: bool = False
     tied: bool = False
     """The last stage needs the input embedding too, as its output head."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What a tensor is called in the output (--rename) where that is not its name; rules go by the name."""
+    """Names in the output (--rename) where they differ; rules go by the name."""
     flag: str = "out"
     """Which flags a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Partitioner:
         return out
 
     def _place(self, tensors: Sequence[WholeTensor]) -> _Placements:
-        """What the rules say of each tensor. Raises LayoutError when they say nothing of one."""
+        """The placement of each tensor by the rules. Raises LayoutError where there is none."""
         shapes = {t.name: t.shape for t in tensors}
         packing = find_packing(quantization(self.config), {t.name: t.dtype for t in tensors})
         packed = packing.parts(shapes) if packing is not None else {}
@@ -203,7 +203,7 @@ class Partitioner:
         return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
 
     def _cut(self, placed: _CutTensor, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
-        """What one rank holds of a tensor, and which boxes of that are padding. Raises LayoutError."""
+        """One rank's share of a tensor, and its boxes of padding. Raises LayoutError."""
         t, place, base, blocks = placed
         try:
             local = local_boxes(place.rule, base, self.cutting, at, bias=is_bias(t.name), blocks=blocks)

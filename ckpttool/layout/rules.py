@@ -57,7 +57,7 @@ WHOLE = "whole"
 
 
 def in_layer(size: str, layer: int) -> str:
-    """What a size is called in one layer that has another value in each."""
+    """The name of a size in one layer, for a size that differs by layer."""
     return f"{size}[{layer}]"
 
 
@@ -190,7 +190,7 @@ class Segment(NamedTuple):
 
 
 class AxisShare(NamedTuple):
-    """What one rank holds of one axis."""
+    """One rank's share of one axis."""
 
     size: int
     """Length of the stored axis, padding included."""
@@ -198,10 +198,10 @@ class AxisShare(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank holds of one tensor."""
+    """One rank's share of one tensor."""
 
     shape: tuple[int, ...]
-    """Of the stored tensor, padding included."""
+    """Shape of the stored tensor, padding included."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
 
@@ -346,7 +346,7 @@ def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
 
 
 def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What one rank holds of a part of ``n`` elements."""
+    """One rank's share of a part of ``n`` elements."""
     if part.units == WHOLE:
         return whole_axis(n)
     units = _granularity(part.units, rule, cutting)
@@ -354,7 +354,7 @@ def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutti
 
 
 def _group_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What one rank holds of a fused axis that goes group by group."""
+    """One rank's share of a fused axis that goes group by group."""
     groups, lengths = _groups(rule, cutting), part_lengths(rule, n, cutting.sizes)
     word = size_name(rule.groups)
     for part, length in zip(rule.parts, lengths, strict=True):
@@ -394,7 +394,7 @@ def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises IndivisibleError."""
+    """The share of rank ``index`` of ``ways`` of an axis of ``n`` elements. Raises IndivisibleError."""
     if rule.verb == "vocab":
         if not cutting.pad_vocab and n % ways:
             raise IndivisibleError(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
@@ -448,7 +448,7 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
 def _shares(
     rule: Rule, shape: tuple[int, ...], cutting: PartitionContext, at: Coords, *, bias: bool
 ) -> list[AxisShare]:
-    """What the rank at ``at`` stores of each axis. Raises IndivisibleError."""
+    """The share of each axis that the rank at ``at`` stores. Raises IndivisibleError."""
     mesh = cutting.mesh
     if rule.rows and shape:
         stacked = _with_experts(rule, shape, cutting)
@@ -510,7 +510,7 @@ def local_boxes(
     bias: bool = False,
     blocks: tuple[int, ...] = (),
 ) -> RankShare:
-    """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
+    """The share and the boxes of a logical tensor of ``shape`` that the rank at ``at`` stores.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
     along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline

@@ -95,7 +95,7 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
 
 
 UNKNOWN = "?"
-"""What stands for a line of which the config does not say enough, the same for every layer."""
+"""Stands for a line that the config does not determine, the same for every layer."""
 
 
 def layer_tensors(
@@ -223,7 +223,7 @@ class _LayerLines:
     """The keys that lead to it, for messages."""
     count: int | str
     prefix: str
-    """What stands before the names of a layer's tensors, with {layer}."""
+    """Prefix of the names of a layer's tensors, with {layer}."""
     lines: Mapping[Any, Any]
 
 
@@ -363,7 +363,7 @@ class _TensorList:
 
 
 class _ShapeScope(Scope):
-    """What the words of a section mean; what is wrong is said with the line that it stands in."""
+    """The meaning of a section's words; errors name the line."""
 
     def __init__(self, family: Family, spec: TensorsSpec, config: Mapping[str, Any]) -> None:
         super().__init__(family.vocabulary, family.spec.places(config), family.sizes)
@@ -377,7 +377,7 @@ class _ShapeScope(Scope):
         return LayoutError(why, where=at, hint=hint)
 
     def value(self, text: str, path: Sequence[str]) -> Value:
-        """What an expression comes to. Raises LayoutError naming file, tensor and expression."""
+        """The value of an expression. Raises LayoutError naming file, tensor and expression."""
         try:
             return self.work_out(text)
         except Refused as e:

@@ -173,7 +173,7 @@ def _differ(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard])
 
 
 def _blocks(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard]) -> tuple[Blocks, list[Pad]]:
-    """What the shards of one rank's tensor hold, in order, and their padding."""
+    """The blocks that the shards of one rank's tensor hold, in order, and their padding."""
     if any(s.stored.dtype != stored.dtype for s in shards):
         _differ(catalog, stored, shards)
     cut = _checked(catalog, stored, shards, tuple([(s.start, prod(s.stored.shape)) for s in shards]))

@@ -1,4 +1,4 @@
-"""What the words of a family file's expressions mean for one config.json, and the sizes that come of them.
+"""The values of the words of a family file's expressions for one config.json, and the sizes that come of them.
 
 A word is the first of these that there is: ``layer``, a name of the section ``tensors``, a size of the family, a field
 of config.json (or of its ``text_config``; ``a.b`` is field b of its part a), its default. What ``per_layer_config``
@@ -60,7 +60,7 @@ class SizeSpec(BaseModel):
 
 
 class DefaultSpec(BaseModel):
-    """What a config field means that is not there, where that is something else than null."""
+    """The default of a config field, where that is not null."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,7 +81,7 @@ def size_spec(short: SizeSpec | str | list[str]) -> SizeSpec:
 
 @dataclass(frozen=True, slots=True)
 class SizeVocabulary:
-    """What a family file says of the words of its expressions."""
+    """The words of a family file's expressions."""
 
     family: str
     origin: str
@@ -91,7 +91,7 @@ class SizeVocabulary:
     names: Mapping[str, str] = field(default_factory=dict)
     """Expressions that are used more than once."""
     defaults: Mapping[str, Default] = field(default_factory=dict)
-    """What fields mean that are not there. A text is an expression."""
+    """Defaults of fields. A text is an expression."""
     count: int | str = "layers"
     """How many layers are numbered."""
     mtp: int | str = 0
@@ -103,7 +103,7 @@ class SizeVocabulary:
 
 
 class Scope(Expressions):
-    """What words mean for one config, and in one layer."""
+    """The values of words for one config, and in one layer."""
 
     def __init__(
         self, vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
@@ -189,7 +189,7 @@ class Scope(Expressions):
         return self.sizes.get(in_layer(name, self.layer(name))) if name in self._varying else None
 
     def values(self, path: str) -> list[Any]:
-        """What config.json says under a name or path in each place that has it, null included.
+        """The values in config.json under a name or path, in each place that has it, null included.
 
         Raises Refused outside of layers for what is something else in some of them.
         """
@@ -219,7 +219,7 @@ class Scope(Expressions):
         return _field(of, value)
 
     def _kind(self, name: str) -> type | None:
-        """What a field has to be, as its default is; None where that does not say it."""
+        """The type that a field must have, that of its default; None where there is none."""
         if name == TIED:
             return bool
         default = self.vocabulary.defaults.get(name)

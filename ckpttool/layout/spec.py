@@ -1,4 +1,4 @@
-"""What may stand in a family file: its keys, and the types of their values. docs/layouts/ explains each."""
+"""The schema of a family file: its keys, and the types of their values. docs/layouts/ explains each."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TensorStackSpec(_Strict):
     count: int | str
     """How many layers are numbered."""
     prefix: str = ""
-    """Of a layer's tensors; that of the rules unless given."""
+    """Prefix of a layer's tensors; default: that of the rules."""
     tensors: dict[str, Any]
 
 
@@ -149,7 +149,7 @@ class TensorsSpec(_Strict):
     count: int | str = "layers"
     """How many layers are numbered."""
     prefix: str = ""
-    """Of a layer's tensors, where the rules allow several."""
+    """Prefix of a layer's tensors, where the rules allow several."""
     first: dict[str, Any] = {}
     """Pattern: shape or {shape, dtype}; ``if CONDITION``: more of these."""
     layers: dict[str, Any] = {}
@@ -159,7 +159,7 @@ class TensorsSpec(_Strict):
 
 
 class CacheSpec(_Strict):
-    """What the layers of a model keep of the tokens that they have read; layout/cache.py reads it."""
+    """The state that a model's layers keep of the tokens they have read; layout/cache.py reads it."""
 
     defaults: dict[str, Default] = {}
     """Config fields that may be missing: what they mean then, before those of ``tensors``."""
@@ -187,8 +187,8 @@ class CacheSpec(_Strict):
             "if fp8": {"indexer_scales": ["1", "(index_head_dim + 127) // 128 * 4"]},
         },
     }
-    """What an attention keeps of a token: [how many are shared out over the ranks, sizes of each]. A rank has at least
-    one. ``if CONDITION``: more of these."""
+    """The values that an attention keeps of a token: [how many are shared out over the ranks, sizes of each]. A rank
+    has at least one. ``if CONDITION``: more of these."""
     state: dict[str, Any] = {}
     """The same of what layers keep of a sequence, however long it is: a list, or {shape, dtype}."""
 
@@ -216,7 +216,7 @@ class SlicesSpec(_Strict):
     from_one: list[str] = []
     """The same, and the first layer is 1."""
     apart: list[str] = []
-    """What looks like one of these, and speaks of no layers of this stack."""
+    """Fields that look like one of these but are not about layers of this stack."""
     kinds: dict[str, str] = {}
     """Name: expression. What tells layers apart beside their tensors and what they keep."""
     rules: list[dict[str, int | str]] = []
@@ -234,7 +234,7 @@ class FamilySpec(_Strict):
     architectures: list[str] = []
     orientation: str = "out_in"
     tied: bool = False
-    """What tie_word_embeddings means when the config does not have it."""
+    """Default of tie_word_embeddings."""
     sizes: dict[str, SizeSpec | str | Annotated[list[str], Field(min_length=1)]] = {}
     first: dict[str, str] = {}
     layers: LayersSpec
@@ -244,7 +244,7 @@ class FamilySpec(_Strict):
     extends: ExtendsSpec | None = None
     inside: InsideSpec | None = None
     base: str = ""
-    """What names begin with that checkpoints of the model without its head may have without it."""
+    """Prefix that checkpoints of the model without its head may omit."""
     ties: dict[str, str] = {}
     """name: owner, of which it is a copy with tie_word_embeddings."""
     shared: dict[str, str] = {}

@@ -74,7 +74,7 @@ def _repeated(config: Mapping[str, Any], names: Collection[str], blocks: str, un
 
 
 def _flags(config: Mapping[str, Any]) -> Iterator[bool]:
-    """What a config and its parts say of ties."""
+    """The tie flags of a config and its parts."""
     if TIED in config:
         yield bool(config[TIED])
     for part in config.values():

@@ -58,7 +58,7 @@ class Coded(NamedTuple):
 
 @dataclass(slots=True)
 class Codes:
-    """What a checkpoint has of quantised weights."""
+    """The quantised weights of a checkpoint."""
 
     weights: dict[str, Coded] = field(default_factory=dict)
     """By the name in high precision."""

@@ -85,7 +85,7 @@ class Weight(NamedTuple):
 
 
 class Treated(NamedTuple):
-    """What a recipe makes of a tensor."""
+    """The treatment of a tensor under a recipe."""
 
     weight: Weight
     forms: tuple[Form, ...]
@@ -107,7 +107,7 @@ class Keep:
     """The weights that are quantised in a source that is; what it has in high precision stays so."""
     _preset: re.Pattern[str] | None = None
     _known: dict[str, bool] = field(default_factory=dict)
-    """What the preset says of a name, by the name without its numbers: no preset has any."""
+    """The preset's answer by the name without its numbers: no preset has any."""
     _modules: frozenset[str] = frozenset()
     _patterns: tuple[str, ...] = ()
     """``ignored``, which has hundreds of entries in models with experts, in those that are plain names and others."""
@@ -180,7 +180,7 @@ def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -
 
 
 def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[Treated]:
-    """What becomes of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
+    """The treatment of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
     weights = list(weights)
     if scheme is None:
         return [Treated(w, (), "no recipe") for w in weights]

@@ -1,4 +1,4 @@
-"""What every recipe must fulfil, whoever wrote it: its parameters' types, its numbers of models, its base."""
+"""Checks of every recipe, whatever its syntax: its parameters' types, its numbers of models, its base."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckpttool.recipe.document import Problems, Value, nearest
 from ckpttool.recipe.model import Condition, ParameterType, Recipe, RecipeSlice, Scalar, Setting, SliceSource
 
 DTYPES = ("F32", "F16", "BF16", "F64")
-"""What a merge writes."""
+"""Dtypes that a merge can write."""
 LARGEST = float.fromhex("0x1.fffffep127")
 """Number of a recipe: methods compute with float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the one who wrote the recipe calls things."""
+    """The terms of the recipe's syntax, for messages."""
 
     base: str
     models: str

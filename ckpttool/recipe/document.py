@@ -28,7 +28,7 @@ DEPTH = 40
 
 @dataclass(slots=True)
 class Problems:
-    """What is wrong with a recipe, so far."""
+    """Problems found in a recipe."""
 
     source: str
     """File that the recipe is in, or what else it came from."""

@@ -157,7 +157,7 @@ def _parameters(
 
 
 def _takes(method: Method) -> str:
-    """What a method takes instead of weights."""
+    """The parameters that a method takes instead of weights."""
     names = [*method.per_model, *method.whole]
     return f"it has --param {names[0]}=VALUE" if names else "it has no parameters"
 

@@ -1,4 +1,4 @@
-"""What a recipe says: models, slices, and settings that depend on the tensor and its layer."""
+"""The data of a recipe: models, slices, and settings that depend on the tensor and its layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpttool.storage.listing import near
 from ckpttool.storage.place import parse_place, scheme_of
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[^+\s]+)?")
-"""What the name of a model on the Hugging Face Hub looks like, with a revision or without."""
+"""Pattern of a model's name on the Hugging Face Hub, with a revision or without."""
 
 Scalar = float | int | bool
 ParameterType = Literal["float", "int", "bool"]
@@ -29,7 +29,7 @@ class ModelRef:
     path: str
     adapters: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    """Of the adapters; () is 1 for each."""
+    """Weights of the adapters; () is 1 for each."""
 
     def __str__(self) -> str:
         return "+".join((self.path, *self.adapters))
@@ -64,7 +64,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a recipe gives to one parameter in one place: the first condition that matches a tensor counts."""
+    """The values of one parameter in one place of a recipe: the first condition that matches a tensor counts."""
 
     kind: ParameterType
     conditions: tuple[Condition, ...]
@@ -157,7 +157,7 @@ class Recipe:
     component: str = "model"
     remove_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the user should know about how the recipe was understood."""
+    """Notes about how the recipe was understood."""
     name: str = ""
     """File that it was read from."""
     text: str = ""

@@ -97,7 +97,7 @@ class _NamesByLayer:
         return {**table, **firsts} if place == 0 else {k: v for k, v in table.items() if k not in firsts}
 
     def _firsts(self, stack: str) -> Mapping[str, str]:
-        """What the first layer has beside what all layers have: T5's relative positions, which all of them use."""
+        """Tensors that only the first layer has: T5's relative positions, which all of them use."""
         if stack not in self._first:
             first = self.layers.get((stack, 0), {})
             others = [set(t) for (s, n), t in self.layers.items() if s == stack and n > 0]
@@ -125,7 +125,7 @@ class _TensorModels:
     models: tuple[ModelRef, ...] = field(default=())
     """All of them, in the order of the recipe."""
     stack: str = ""
-    """What the names of its layers begin with; "" for all layers of all stacks."""
+    """Prefix of the names of its layers; "" for all layers of all stacks."""
 
 
 class _Resolver:

@@ -36,7 +36,7 @@ class Input(NamedTuple):
     label: str
     vocabulary: Vocabulary
     rows: int
-    """Of its embedding matrix; tokens with higher ids have no embedding and count as absent."""
+    """Rows of its embedding matrix; tokens with higher ids have no embedding and count as absent."""
 
 
 class TokenRow(NamedTuple):
@@ -49,7 +49,7 @@ class TokenRow(NamedTuple):
 
 
 class RowRule(NamedTuple):
-    """What a recipe says of a token."""
+    """A recipe's rule for a token."""
 
     source: TokenRow | Literal["zero"] | None = None
     """Where its row comes from; None leaves it to the general rules."""
@@ -76,11 +76,11 @@ class MergedVocabulary:
     """Its place among the inputs."""
     tokens: dict[str, int]
     new: dict[str, Added]
-    """What the donor's tokenizer gets: tokens it lacks, and settings of tokens that it had only as its own."""
+    """Additions to the donor's tokenizer: tokens it lacks, and settings of tokens that it had only as its own."""
     size: int
     """Highest id + 1."""
     rows: int
-    """Of the output's matrices; ``vocab_size`` of its config."""
+    """Rows of the output's matrices; ``vocab_size`` of its config."""
     rules: Mapping[str, RowRule]
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[tuple[int, int], ...], list[Picks]] = field(default_factory=dict)
@@ -232,7 +232,7 @@ def merge_vocabularies(
 
 
 def _lacking(donor: Vocabulary, others: Iterable[Vocabulary]) -> tuple[dict[str, Added], list[str]]:
-    """What a union adds to the donor, and the added tokens whose settings differ between models."""
+    """Tokens that a union adds to the donor, and the added tokens whose settings differ between models."""
     own: dict[str, Added] = {}
     added = dict(donor.added)
     differing: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""What tokens a model has, and their ids, from the tokenizer files beside it.
+"""A model's tokens and their ids, from the tokenizer files beside it.
 
 Read are ``tokenizer.json`` (BPE, Unigram, WordPiece, WordLevel), ``vocab.json`` and a sentencepiece
 ``tokenizer.model``, each with the added tokens of ``tokenizer_config.json`` and, where there is no

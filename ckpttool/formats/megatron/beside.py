@@ -1,4 +1,4 @@
-"""What a save of Megatron-LM holds beside tensors: its arguments, counters, and the groups of the optimizer.
+"""The values that a save of Megatron-LM holds beside tensors: its arguments, counters, and the groups of the optimizer.
 
 Megatron's loader finds the group of a save for each of its own by four values (``wd_mult``, ``lr_mult``,
 ``is_expert_parallel``, ``is_decoupled_lr``), and counts the steps of an optimizer once. Experts have an optimizer of
@@ -36,7 +36,7 @@ _OF_ARGS = {
     "eps": ("adam_eps",),
     "weight_decay": ("weight_decay",),
 }
-"""What the arguments of a run say of its groups."""
+"""Fields of parameter groups, by the run's arguments that set them."""
 _OF_RUN = frozenset({"args", "load", "save", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"})
 """Arguments of a source that are about its run, not about the model."""
 _NOT_VALUES = frozenset({"params", "param_names", "step"})
@@ -124,7 +124,7 @@ def groups_of(
 
 
 def _of_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments of a run say of all its groups."""
+    """The fields that the run's arguments set in all its groups."""
     said = {k: tuple([args.get(n) for n in names]) for k, names in _OF_ARGS.items()}
     return {k: v if len(v) > 1 else v[0] for k, v in said.items() if all(type(n) in (int, float) for n in v)}
 

@@ -76,7 +76,7 @@ def offsets(
 
 
 class BufferFit(NamedTuple):
-    """What the number of elements in a file says about where parameters lie."""
+    """The places of parameters that fit the number of elements in a file."""
 
     offsets: Mapping[str, int]
     """{} where nothing fits, or several that differ do."""

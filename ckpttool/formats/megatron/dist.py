@@ -131,7 +131,7 @@ class _DistReader:
         self.args = plain_args(self.common.pop("args", None))
         self.notes += run.other_iteration(save.listing, self.common.get("iteration"))
         self.original: dict[str, tuple[int, ...]] = {}
-        """What the metadata says of the shapes of states that are saved in runs."""
+        """Shapes in the metadata of states that are saved in runs."""
         self.arrays: dict[str, DistTensor] = {}
         """Tensors that are files of zarr."""
         self.refused: dict[str, CkptError] = {}
@@ -158,7 +158,7 @@ class _DistReader:
         return out, left
 
     def _without_scale(self, optimizer: Any) -> Any:
-        """What is known of one optimizer, or of several by their numbers, but the scale of the loss: it is a tensor."""
+        """The values of one optimizer, or of several by their numbers, but the scale of the loss: it is a tensor."""
         if not isinstance(optimizer, dict):
             return optimizer
         out = {k: self._without_scale(v) if type(k) is int else v for k, v in optimizer.items()}
@@ -311,7 +311,7 @@ class _DistReader:
         return found.entries
 
     def _sorted(self, entries: Sequence[DcpEntry]) -> _Sorted:
-        """What each entry is; values that are not read are noted."""
+        """Sort entries by kind; values that are not read are noted."""
         out = _Sorted({}, {}, {}, {})
         extra, unread = 0, []
         for e in entries:
@@ -363,7 +363,7 @@ class _DistReader:
         return said
 
     def _training(self, catalog: Catalog, optimizers: Sequence[SavedOptimizer]) -> base.TrainingState | None:
-        """What else a trainer resumes from; steps become tensors of the catalog."""
+        """Everything else that a trainer resumes from; steps become tensors of the catalog."""
         plain = nemo.progress(self.common, self.save.listing) | counters(self.common, self.args)
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
         model = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model"}
@@ -421,16 +421,16 @@ class _DistReader:
 
 
 def _rows(model: Mapping[str, DcpTensor]) -> int:
-    """Of the vocabulary, padding included; 0 where there is none."""
+    """Rows of the vocabulary, padding included; 0 where there is none."""
     return next((t.shape[0] for f, t in model.items() if canonical(f) in VOCABULARY and t.shape), 0)
 
 
 class _Sorted(NamedTuple):
-    """What the entries of a save are."""
+    """The entries of a save by kind."""
 
     model: dict[str, DcpTensor]
     states: dict[str, tuple[ParameterState, DcpTensor]]
-    """Of the optimizer, by parameter."""
+    """States of the optimizer, by parameter."""
     flat: dict[str, DcpTensor]
     """Flat buffers of the optimizer."""
     objects: dict[str, Span]

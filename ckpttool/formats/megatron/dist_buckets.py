@@ -65,7 +65,7 @@ class SavedBucket(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the mesh that trained."""
+    """Parallel sizes of the mesh that trained."""
 
     tp: int
     pp: int
@@ -81,7 +81,7 @@ class ModelParameters(NamedTuple):
     dtypes: Mapping[str, str]
     """torch's names."""
     boxes: Mapping[str, Sequence[Box]]
-    """Of each, those that the chunks are, in order."""
+    """The boxes of each parameter's chunks, in order."""
     layers: int
 
 
@@ -164,7 +164,7 @@ def put_joined(buffers: Buffers, fqn: str, value: Any, place: Callable[[TorchTen
 class _BucketParameter(NamedTuple):
     name: str
     boxes: tuple[Box, ...]
-    """What the rank has, one behind the other; () for a copy of what another stage has."""
+    """The boxes that the rank has, one behind the other; () for a copy of what another stage has."""
     elements: int
 
 
@@ -250,7 +250,7 @@ class Placer:
     def _layers_of(
         self, target: str, buffers: dict[str, list[SavedBucket]], at: int, *, last: bool
     ) -> tuple[_BucketOrder, int]:
-        """What lies in the buffers of a stage whose first layer is ``at``, and the layer after them."""
+        """The parameters in the buffers of a stage whose first layer is ``at``, and the layer after them."""
         before = self.before if at == 0 else []
         room = sum(b.elements for of in buffers.values() for b in of)
         for stop in [len(self.layers)] if last else range(at, len(self.layers) + 1):
@@ -293,7 +293,8 @@ class Placer:
         return out
 
     def _share(self, name: str, rank: int, *, experts: bool) -> tuple[Box, ...]:
-        """What a tensor-parallel rank has of a parameter: each chunk of the model's is one rank's, or half of it."""
+        """The boxes of a parameter that a tensor-parallel rank has: each chunk of the model's is one rank's, or half of
+        it."""
         boxes, ranks = self.model.boxes[name], self.sizes.etp if experts else self.sizes.tp
         own = tuple(boxes if len(boxes) == 1 else boxes[rank::ranks])
         even = len(boxes) == 1 or len(boxes) % ranks == 0
@@ -386,7 +387,7 @@ def _bounds_fit(placed: _Placed, bucket: SavedBucket) -> bool:
 
 
 def _found(placed: _Placed) -> Iterator[BucketSlice]:
-    """What holds each box of the parameters."""
+    """The stored tensor of each box of the parameters."""
     for p, bucket, begin in placed:
         at = begin
         for box in p.boxes:

@@ -29,7 +29,7 @@ class Translated(NamedTuple):
     steps: list[tuple[str, Span]]
     """Steps of the optimizer: (entry, where it is)."""
     values: list[tuple[str, Span]]
-    """What others have in common.pt."""
+    """The values that other saves keep in common.pt."""
 
 
 def translated(entries: Iterable[DcpEntry]) -> Translated:

@@ -43,12 +43,12 @@ class DistTensor(NamedTuple):
 
 
 class KeyPart(NamedTuple):
-    """What of the model a key holds."""
+    """The tensors of the model that one key holds."""
 
     names: tuple[str, ...]
     """Canonical, along the axes in front: all experts of the first layer, then those of the next one."""
     counts: tuple[int, ...]
-    """Of layers and experts along the axes in front; () where there are none."""
+    """Numbers of layers and experts along the axes in front; () where there are none."""
     half: str = ""
     """``w`` or ``v``: only the first or second half of the rows."""
 
@@ -64,8 +64,8 @@ VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight
 
 
 def part_of(key: str, shape: tuple[int, ...], layers: int) -> KeyPart:
-    """What a key of this global shape holds of a model with so many layers. Raises CorruptError for too few axes, or
-    more tensors than any model has."""
+    """The tensors that a key of this global shape holds in a model with so many layers. Raises CorruptError for too few
+    axes, or more tensors than any model has."""
     half = ""
     if m := _HALVES.fullmatch(key):
         key, half = m["whole"], m["half"]
@@ -175,12 +175,12 @@ class DistCatalogBuilder:
 
     @property
     def keys(self) -> list[Key]:
-        """Of all tensors, in the order in which they came."""
+        """Keys of all tensors, in the order in which they came."""
         return list(self._pieces)
 
 
 def slabs(box: Box, stored: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What a chunk holds of each layer and expert: (number among all of them, byte at which it begins)."""
+    """The slices of a chunk by layer and expert: (number among all of them, byte at which it begins)."""
     axes = len(counts)
     if not axes:
         yield 0, stored.offset

@@ -183,7 +183,7 @@ class KeyPlace(NamedTuple):
 
 
 class DistKeys:
-    """What the tensors of a model are called in a save."""
+    """The keys of a model's tensors in a save."""
 
     def __init__(
         self, names: Iterable[str], *, layers: int, target: str, stacked: bool, chained: bool, notes: Sequence[str]
@@ -225,11 +225,11 @@ class DistKeys:
 
     @property
     def places(self) -> Iterable[KeyPlace]:
-        """Of all parameters that were asked for."""
+        """Places of all parameters that were asked for."""
         return self._places.values()
 
     def place(self, name: str) -> KeyPlace:
-        """Of the parameter with a canonical name."""
+        """The place of the parameter with a canonical name."""
         known = self._places.get(name)
         return known or self._places.setdefault(name, self._place(name))
 
@@ -255,7 +255,7 @@ class DistKeys:
         return spelled(name, target=LOCAL if self.latent else TRANSFORMER_ENGINE, layers=self.layers)
 
     def fqn(self, t: RankTensor) -> str:
-        """What a tensor is called."""
+        """A tensor's name in the save."""
         key = self.place(t.name).key
         if t.component == "model":
             return key
@@ -264,7 +264,7 @@ class DistKeys:
 
 
 def _first_unlike(shapes: Mapping[str, tuple[int, ...]], layers: int) -> str:
-    """What a layer has that another one has not, or otherwise; "" where all layers are alike."""
+    """The name of a tensor that one layer has and another one lacks, or otherwise; "" where all layers are alike."""
     by_layer: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         m = _LAYER.match(name)
@@ -280,7 +280,7 @@ def _first_unlike(shapes: Mapping[str, tuple[int, ...]], layers: int) -> str:
 
 
 class _WrittenState:
-    """What of the request is written."""
+    """The tensors of the request that are written."""
 
     def __init__(self, request: base.WriteRequest) -> None:
         self._ranks = request.ranks
@@ -347,7 +347,7 @@ class _OpenTensor:
 
 
 class _DistLayout:
-    """What has been laid out so far, by file."""
+    """The files of a save while they are laid out."""
 
     def __init__(self, mesh: Mesh, keys: DistKeys, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.mesh, self.keys, self.shapes = mesh, keys, shapes

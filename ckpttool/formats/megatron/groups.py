@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.")
 _ENDS = ("embedding.", "output_layer.")
 _STEP = "step"
 COUNTERS = ("iteration", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine")
-"""What a save and ``Training.plain`` have under the same name."""
+"""Counters that a save and ``TrainingState.plain`` have under the same name."""
 CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """The same of its arguments."""
 
@@ -28,7 +28,7 @@ class SavedOptimizer(NamedTuple):
 
     groups: tuple[Mapping[str, Any], ...]
     step: float | None
-    """Of all its parameters, where it is not in the groups."""
+    """The step of all its parameters, where it is not in the groups."""
 
 
 def optimizers_of(value: Any) -> list[SavedOptimizer]:
@@ -110,6 +110,6 @@ def _is_number(value: Any) -> bool:
 
 
 def counters(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """What is counted beside the optimizer, of plain values: iteration, samples, the learning rate's schedule."""
+    """Plain counters beside the optimizer: iteration, samples, the learning rate's schedule."""
     out = {k: common[k] for k in COUNTERS if k in common}
     return out | {k: args[k] for k in CONSUMED if _is_number(args.get(k))}

@@ -146,7 +146,7 @@ def _is_of_one_rank(listing: Listing) -> bool:
 
 @dataclass(slots=True)
 class _ReadRank:
-    """What was read of a directory."""
+    """The tensors that were read from one directory."""
 
     rank: int
     stage: int
@@ -163,7 +163,7 @@ class _LegacyReader:
         self.notes: list[str] = list(save.notes)
         self.args: dict[str, Any] = {}
         self.said: dict[str, Any] = {}
-        """Of the first rank: what all have in common."""
+        """The first rank's values, which all ranks have in common."""
         self.writers: dict[str, Mapping[str, Any]] = {}
         """Directory: the arguments in it."""
         self.trained = False

@@ -44,9 +44,9 @@ MASTERS, COMPONENT = "master_weights", "optimizer"
 _STATES = {"param": (MASTERS, ""), "exp_avg": (COMPONENT, "exp_avg"), "exp_avg_sq": (COMPONENT, "exp_avg_sq")}
 """Name in distrib_optim.pt -> component and state."""
 _BUFFER = re.compile(r"\.(?:expert_bias|local_tokens_per_expert|global_tokens_per_expert|ga_steps|inv_freq)\Z")
-"""What modules hold beside parameters."""
+"""Buffers that modules hold beside parameters."""
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
-"""What tells groups from each other, as Megatron itself does it when it loads them."""
+"""Fields that tell groups from each other, as Megatron itself does it when it loads them."""
 _OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM writes it anew"
 _FROZEN = "where parameters were frozen, save with --ckpt-format torch_dist, which names those that are trained"
 _WITHOUT = "or leave the optimizer out: --only model"
@@ -56,7 +56,7 @@ FindTensors = Callable[[LegacyTensor, StoredTensor], Iterable[StoredTensor]]
 
 
 class LegacyOptimizer(NamedTuple):
-    """What the optimizers of all ranks hold."""
+    """The optimizers of all ranks, joined."""
 
     tensors: list[StoredTensor]
     groups: tuple[base.ParamGroup, ...]
@@ -439,7 +439,7 @@ def _of_entry(parameters: Sequence[LegacyTensor], i: int, entries: int, *, sprea
 
 
 def _by_chunk_and_dtype(parameters: Iterable[LegacyTensor]) -> list[list[LegacyTensor]]:
-    """Of each buffer the parameters: those of one chunk and dtype, chunk by chunk."""
+    """The parameters of each buffer: those of one chunk and dtype, chunk by chunk."""
     out: dict[tuple[int, str], list[LegacyTensor]] = {}
     for h in parameters:
         out.setdefault((h.chunk, h.stored.dtype), []).append(h)

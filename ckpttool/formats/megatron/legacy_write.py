@@ -70,7 +70,7 @@ def write_legacy(request: base.WriteRequest) -> base.FileLayout:
 
 @dataclass(slots=True)
 class _WrittenRank:
-    """What a rank holds."""
+    """The tensors that one rank stores."""
 
     at: Coords
     model: dict[str, RankTensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class _WrittenRank:
     states: dict[tuple[str, str], RankTensor] = field(default_factory=dict)
     """By parameter and state."""
     names: list[dict[str, str]] = field(default_factory=list)
-    """Of each chunk: canonical names in the model's order, and what the file calls them."""
+    """Per chunk: canonical name, in the model's order -> name in the file."""
 
 
 class _LegacyLayout:
@@ -163,7 +163,7 @@ class _LegacyLayout:
         return f"mp_rank_{at.tp:02d}{stage}" + (f"_{at.ep:03d}" if self.mesh.ep > 1 else "")
 
     def _rank(self, r: int) -> _WrittenRank:
-        """What a rank stores, in the model's order."""
+        """Collect the tensors that a rank stores, in the model's order."""
         rank = _WrittenRank(self.mesh.coords(r))
         held = list(self.request.ranks[r])
         if self.mtp and rank.at.pp == self.mesh.pp - 1 > 0:

@@ -79,17 +79,17 @@ class ModelKind:
     """Those of NEUTRAL that it looks at itself."""
     latent: ClassVar = False
     tied: ClassVar = False
-    """What config.json means that does not say whether the head is the embedding."""
+    """Whether the head is the embedding where config.json does not say it."""
     partial: ClassVar = False
     """Hugging Face's code can turn a part of each head."""
     share: ClassVar = 1.0
-    """What part of each head its code turns when config.json does not say it."""
+    """The part of each head that its code rotates when config.json does not say it."""
     norm: ClassVar = "RMSNorm"
     eps: ClassVar = "rms_norm_eps"
     act: ClassVar = "silu"
     acts: ClassVar[tuple[str, ...]] = ("silu",)
     defaults: ClassVar[dict[str, Any]] = {}
-    """What transformers takes for fields that config.json lacks, where other kinds take something else."""
+    """Defaults of transformers for fields that config.json lacks, where other kinds have others."""
     mlp: ClassVar[dict[str, bool]] = {"swiglu": True, "squared_relu": False, "quick_geglu": False}
     """The arguments that choose the activation."""
 
@@ -128,7 +128,7 @@ class ModelKind:
         return rope_of(a, latent=self.latent, partial=self.partial)
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
-        """What only this kind has."""
+        """The config fields that only this kind has."""
         refuse_biases(a, self.model_type)
         return {}
 
@@ -184,7 +184,7 @@ class ModelKind:
         return rope_args(c, latent=self.latent, default_share=self.share)
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
-        """What only this kind has. It raises UnsupportedError for what Megatron does not compute."""
+        """The arguments that only this kind has. Raises UnsupportedError for what Megatron does not compute."""
         refuse_window(c)
         return {}
 
@@ -579,7 +579,7 @@ def check_router(a: Fields, *, function: str, before: bool | None) -> None:
 
 
 def moe_args(experts: int, chosen: int, width: int, frequency: int | list[int], **more: Any) -> dict[str, Any]:
-    """What all models with experts have."""
+    """The arguments of all models with experts."""
     return {
         "num_experts": experts,
         "moe_router_topk": chosen,
@@ -706,7 +706,7 @@ _ROUTED = frozenset({
 
 
 def routed_config(a: Fields, layers: int, per_group: int) -> dict[str, Any]:
-    """What DeepSeek and GLM have: first layers without experts, groups of experts, shared ones.
+    """The config fields of DeepSeek and GLM: first layers without experts, groups of experts, shared ones.
 
     ``per_group``: how many experts of a group Hugging Face's code ranks it by.
     """

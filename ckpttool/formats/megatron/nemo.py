@@ -242,7 +242,7 @@ _RENAMED = {
 """Fields of TransformerConfig, and of NeMo 1 -> arguments of Megatron-LM."""
 _GATED = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
 _SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""Of Llama 3.1 in NeMo: what Megatron-LM assumes."""
+"""Scaling of Llama 3.1 in NeMo, as Megatron-LM assumes it."""
 _ACTIVATIONS = {"swiglu": "silu", "fast-swiglu": "silu", "squared-relu": "squared_relu", "openai-gelu": "gelu"}
 """NeMo 1's words."""
 

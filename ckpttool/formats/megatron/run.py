@@ -29,9 +29,9 @@ class MegatronSave(NamedTuple):
     """A save of a run."""
 
     listing: Listing
-    """Of its own directory."""
+    """Its own directory."""
     beside: Listing
-    """Of the directory in which config.json and other small files lie: that of the run, or its own."""
+    """The directory of config.json and other small files: the run's, or the save's own."""
     notes: list[str]
 
 

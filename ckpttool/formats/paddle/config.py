@@ -1,4 +1,4 @@
-"""What the Paddle formats have in common: who wrote a checkpoint, and which way round a weight lies.
+"""Shared rules of the Paddle formats: who wrote a checkpoint, and which way round a weight lies.
 
 A Paddle ``Linear`` keeps its weight [in, out], the transpose of torch's. Embeddings are [vocab, hidden] in both; the
 head is [hidden, vocab] in PaddleNLP's models when it is not tied, and [vocab, hidden] everywhere else. PaddleFormers
@@ -32,14 +32,14 @@ TRANSPOSED = frozenset(
 """Modules in ``transpose_weight_keys``; fused projections are in none of the lists."""
 
 TARGETS = ("paddleformers-1.2", "paddleformers-0.4", "paddlenlp-3.0")
-"""What --target may say."""
+"""Values of --target."""
 
 
 _GATE_UP = ("up_gate_proj", "gate_up_fused_proj")
 
 
 class Software(NamedTuple):
-    """What wrote a checkpoint, or shall read it."""
+    """The software that wrote a checkpoint, or will read it."""
 
     name: str
     """``paddlenlp``, ``paddleformers`` or "" when the config does not say."""
@@ -56,13 +56,13 @@ def software(config: Mapping[str, Any]) -> Software:
 
 
 def target_software(text: str) -> Software:
-    """Of a --target."""
+    """The software that a --target names."""
     name, _, version = text.partition("-")
     return Software(name, tuple(int(n) for n in version.split(".")))
 
 
 def base_prefix(names: Iterable[str]) -> str:
-    """What the models' names begin with: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
+    """Prefix of the models' names: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
     for name in names:
         if m := _PREFIX.match(name):
             return m["prefix"]

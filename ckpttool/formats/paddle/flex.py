@@ -345,7 +345,7 @@ def raw_keys(keys: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def keys_of(component: str, keys: Mapping[str, Any]) -> dict[str, Key]:
-    """What the keys of one directory are. ``component`` is what the directory says, or ""."""
+    """The keys of one directory; ``component`` is the directory's, or ""."""
     if component == "model":
         return raw_keys(keys)  # a parameter's own name may end like a state
     if component in ("master_weights", "ema"):
@@ -504,7 +504,8 @@ class _FlexWriter:
 
 
 def _same(t: RankTensor) -> tuple[Any, ...]:
-    """What two ranks' blocks of one tensor have in common when they are the same elements in the same order."""
+    """The identity of a rank's block: two blocks have it in common when they are the same elements in the same
+    order."""
     return t.shape, t.boxes
 
 
@@ -593,7 +594,7 @@ def _cut(entries: Sequence[_FlexKey], ways: int) -> Iterator[tuple[int, _FlexKey
 
 
 def _contents(entries: Sequence[_FlexKey]) -> dict[str, Any]:
-    """What a .distcp holds. The table is what makes Paddle turn arrays into tensors; names in it are free."""
+    """The content of a .distcp. The table is what makes Paddle turn arrays into tensors; names in it are free."""
     out: dict[str, Any] = {e.key: Hole(e.tensor.dtype, e.shape) for e in entries}
     out["StructuredToParameterName@@"] = {e.key: e.key for e in entries}
     return out

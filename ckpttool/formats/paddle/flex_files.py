@@ -50,7 +50,7 @@ DISGUISE = {"BF16": "U16", "F8_E4M3": "I8", "F8_E5M2": "I8"}
 
 _HELD = ["BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2"]
 PADDLE_DTYPES = {name: DTYPES[name].numpy for name in _HELD}
-"""What Paddle has tensors of, and calls it. A uint16 would come back as bfloat16."""
+"""Paddle's tensor dtypes and their names. A uint16 would come back as bfloat16."""
 
 BOXES = "ckpttool"
 """A field of our own in the Metadata: where the blocks of a fused tensor belong in the plain tensor. Paddle sets it
@@ -58,7 +58,8 @@ like any other field, and asks for none but its three."""
 
 
 _SHAPES = 16
-"""Of blocks at one place of a tensor. There is one; without a limit, looking for the right one would take for ever."""
+"""Most shapes of blocks at one place of a tensor. There is one; without a limit, looking for the right one would take
+for ever."""
 
 
 class Shard(NamedTuple):
@@ -66,9 +67,9 @@ class Shard(NamedTuple):
 
     key: str
     offset: tuple[int, ...]
-    """Of the block in the tensor."""
+    """Start of the block in the tensor."""
     shape: tuple[int, ...]
-    """Of the block."""
+    """Shape of the block."""
     dtype: str
     """As safetensors names it; "" when the entry is too old to say."""
     tensor: tuple[int, ...] | None
@@ -94,7 +95,7 @@ class ShardBytes(NamedTuple):
 
 
 class FlexSave(NamedTuple):
-    """What one directory holds."""
+    """The save in one directory."""
 
     metadata: Place
     tensors: dict[str, list[ShardBytes]]

@@ -114,7 +114,7 @@ class _Degrees:
     shards: int
     ep: int
     moe: int
-    """Of experts over data-parallel ranks; else 1."""
+    """Degree of experts over data-parallel ranks; else 1."""
 
     @property
     def ds(self) -> int:
@@ -421,7 +421,7 @@ class _HybridReader:
     def _tables(
         self, found: _HybridFiles, weights: Mapping[Suffix, PaddleFile]
     ) -> dict[tuple[int, int, int], CellNames]:
-        """What meta, or else the weights' own tables, say about each cell; names as written."""
+        """The tables of each cell, from meta or else from the weights' own; names as written."""
         sizes, meta = self.sizes, self.meta
         tables: dict[tuple[int, int, int], CellNames] = {}
         if meta is None:

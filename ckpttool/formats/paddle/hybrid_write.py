@@ -40,7 +40,7 @@ from ckpttool.formats.paddle.sharding import ITEMSIZE, TrainableParam, buffers, 
 from ckpttool.formats.paddle.training import SCHEDULE_FILE, left_out, schedule_file, schedule_of
 
 MASTER = "_fp32_master_0"
-"""What Paddle appends to a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""
+"""Paddle's suffix of a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""
 
 _STATES = ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 """In the order in which Paddle's optimizers list them."""
@@ -65,7 +65,7 @@ _Tables = Mapping[tuple[int, int], Mapping[str, str]]
 
 @dataclass(slots=True)
 class _RankParam:
-    """What a rank stores of one parameter."""
+    """One parameter's tensors on one rank."""
 
     name: str
     """As in the request: expert ids are global."""
@@ -99,7 +99,7 @@ class _RankParam:
 
     @property
     def accumulator(self) -> str:
-        """What the names of its moments begin with."""
+        """Prefix of its moments' names."""
         return self.tname + (MASTER if self.master is not None else "")
 
 
@@ -159,7 +159,7 @@ class _Content:
         self.tensors[path] = tensors
 
     def put_held(self, path: tuple[str, ...], t: RankTensor, held: _ParamShare, name: str) -> None:
-        """What a shard has of an optimizer's tensor."""
+        """Add the elements of an optimizer's tensor that a shard has."""
         if held.whole:
             self.put(path, [t], t.shape, name)
         else:
@@ -492,7 +492,7 @@ def _kind(p: _RankParam) -> str:
 
 
 def _owner(p: _RankParam) -> str:
-    """What a number is given to: the layer, or the parameter itself where ``create_parameter`` names it."""
+    """The owner of a number in names: the layer, or the parameter itself where ``create_parameter`` names it."""
     return p.name if _kind(p) == "create_parameter" else p.name.rpartition(".")[0]
 
 
@@ -504,7 +504,7 @@ def _rest(p: _RankParam) -> str:
 
 
 class _ParamShare(NamedTuple):
-    """What one shard stores of the optimizer's tensors of a parameter."""
+    """The elements of a parameter's optimizer tensors that one shard stores."""
 
     param: _RankParam
     start: int
@@ -525,7 +525,7 @@ class _ShardShares:
         """Per shard: parameters without a master weight that it stores."""
         self.held: list[list[_ParamShare]] = [[] for _ in range(shards)]
         self.param2rank: dict[str, int] = {}
-        """Of version 1, in the order of Paddle's own table: rank by rank, each by falling size."""
+        """Owners under version 1, in the order of Paddle's own table: rank by rank, each by falling size."""
         # Experts have buffers of their own (``color``), shared by every ``split``-th shard from ``first`` on.
         split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
         first = (cell.ep - cell.tp) // mesh.tp if mesh.ep > 1 else 0
@@ -618,7 +618,7 @@ def _put_masters(content: _Content, share: _ShardShares, shard: int, *, ema: boo
 
 
 def _schedule(request: WriteRequest, source: HybridNames | None, notes: list[str]) -> Mapping[str, Any] | None:
-    """What scheduler.pdparams holds, which is also ``LR_Scheduler`` of every optimizer file."""
+    """The content of scheduler.pdparams, which is also ``LR_Scheduler`` of every optimizer file."""
     if request.source is not None and SCHEDULE_FILE in request.companions:
         value = read_pickle(request.source.root / SCHEDULE_FILE)
         if isinstance(value, dict):

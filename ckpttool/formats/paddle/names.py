@@ -21,7 +21,7 @@ from ckpttool.storage.place import open_file
 
 @dataclass(slots=True)
 class StructuredNames:
-    """What one file says."""
+    """The structured names in one file."""
 
     path: Place
     of: dict[str, list[str]] = field(default_factory=dict)

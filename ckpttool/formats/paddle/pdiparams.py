@@ -28,7 +28,7 @@ PROBLEMS = {
     "params-shape": "a tensor has another shape than in the program",
     "params-trailing": "bytes after the last tensor",
 }
-"""What ``match_records`` reports."""
+"""Findings of ``match_records``."""
 
 _FIRST = 256
 """Bytes that are read at the place of a head; enough unless there are levels of detail or very many axes."""
@@ -50,7 +50,7 @@ class TensorRecord(NamedTuple):
     head: bytes
     """As it is in the file, where ``record_head`` would write another; else empty."""
     wrong: str
-    """What is wrong with the head, or ""."""
+    """The defect of the head, or ""."""
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +239,7 @@ class _HeadCursor:
         return data
 
     def since_start(self) -> bytes:
-        """What was passed so far."""
+        """The bytes read so far."""
         n = self.at - self.start
         return self.first[:n] if n <= len(self.first) else self._pread(n, self.start)
 

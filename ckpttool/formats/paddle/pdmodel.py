@@ -64,7 +64,7 @@ PROBLEMS = {
     "parameter-shape": "a parameter's shape is missing or has a length that is not known",
     "type": "a parameter has a type that is not known here",
 }
-"""What ``read_pdmodel`` reports."""
+"""Findings of ``read_pdmodel``."""
 
 MAX_BLOCKS = 1 << 16
 """Each costs some memory for a few bytes of the file; large detection models have some hundred."""
@@ -84,7 +84,7 @@ _INT, _BLOCK, _BLOCKS = 0, 8, 10
 # What is known of a variable.
 _PERSISTABLE, _DENSE, _FED = 1, 2, 4
 _UNCERTAIN = _PERSISTABLE
-"""Of which nothing is said."""
+"""Variables of which nothing is said."""
 
 _STEPS = 1 << 22
 """From block to parent, for all names; no program known needs a thousandth, and one made for it would take days."""
@@ -145,7 +145,7 @@ class _ProgramBlock:
     ops: int = 0
     vars: dict[bytes, int] = field(default_factory=dict)
     types: dict[bytes, _Type] = field(default_factory=dict)
-    """Of what is fed or fetched, or might be: block 0 only."""
+    """Types of variables that are fed or fetched, or might be: block 0 only."""
     written: set[bytes] = field(default_factory=set)
     taken: dict[bytes, _Taken] = field(default_factory=dict)
     carriers: list[tuple[int, bytes, list[int]]] = field(default_factory=list)
@@ -256,7 +256,7 @@ class _PdmodelReader:
             yield number, value, start, first, pos
 
     def message(self, kind: str, first: int, last: int, what: str) -> Any:
-        """What the library makes of a message."""
+        """Parse a message with the library."""
         return self.parsed(kind, self.data[first:last], first, what)
 
     def parsed(self, kind: str, raw: bytes, at: int, what: str) -> Any:
@@ -423,7 +423,7 @@ class _PdmodelReader:
     # What it means.
 
     def fill(self) -> None:
-        """What the program says; parameters that are not right are left out."""
+        """Fill in the program; invalid parameters are omitted."""
         program = self.program
         program.blocks = len(self.blocks)
         program.operators.update({k.decode(): n for k, n in self.ops.items()})
@@ -504,7 +504,7 @@ class _PdmodelReader:
         return sound
 
     def check_values(self, sound: list[bool]) -> None:
-        """What operators take; see the file's head for what is not looked at."""
+        """Check the inputs of operators; the module's docstring lists what is not checked."""
         whole = all(sound) and all(
             0 <= i < len(sound) for b in self.blocks for _, _, inside in b.carriers for i in inside
         )
@@ -543,7 +543,8 @@ class _PdmodelReader:
         return set().union(*(b.written for b in self.blocks))
 
     def declared(self, place: int, name: bytes) -> int | None:
-        """What a block knows of a variable, by itself, its ancestors, and the block that it goes back through."""
+        """The declaration of a variable in a block, from itself, its ancestors, and the block that it goes back
+        through."""
         seen = set()
         ahead = [place]
         while ahead:
@@ -561,7 +562,7 @@ class _PdmodelReader:
         return None
 
     def defined_inside(self) -> dict[bytes, int]:
-        """What blocks inside of operators of block 0 define, with the first such operator."""
+        """Variables that blocks inside operators of block 0 define, with the first such operator."""
         first: dict[bytes, int] = {}
         seen = {0}
         for number, _, inside in self.blocks[0].carriers:
@@ -582,7 +583,7 @@ _INSIDE = frozenset({b"while", b"conditional_block", b"conditional_block_infer"}
 
 
 def _int32(value: int) -> int:
-    """Of a varint, which is cut to its bits."""
+    """The int32 of a varint, which is cut to its bits."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 

@@ -31,7 +31,7 @@ NEWEST = 4
 """The version that paddle 3.3.1 writes, and the newest that is known here."""
 DIALECTS = {"0": "builtin", "1": "pd_op", "2": "cf", "3": "custom_op", "4": "dist"}
 VOID = ("NAN", "INF", "-INF")
-"""What paddle 3.3.1 reads under "VD"; it writes ``NaN`` for the first."""
+"""Values that paddle 3.3.1 reads under "VD"; it writes ``NaN`` for the first."""
 _INFINITE = ("INF", "-INF")
 VOID_WRITTEN = "NaN"
 _FLOATS = ("0.a_f32", "0.a_f64")
@@ -46,7 +46,7 @@ _ATTRIBUTES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("0.a_str", "0.a_tensorname", "1.a_dtype", "1.a_layout"), (str,)),
     **dict.fromkeys(("0.a_array", "0.a_c64", "0.a_c128", "1.a_intarray", "1.a_scalar", "1.a_place"), (list,)),
 }
-"""What the value of an attribute is in Python; of the dialects 0 and 1, which Paddle lists completely."""
+"""Python types of attributes' values, for the dialects 0 and 1, which Paddle lists completely."""
 _TYPES = ("0.t_vec", "0.t_tensorname", "0.t_undefined")
 """Types of dialect 0 besides dense tensors and their elements."""
 
@@ -70,7 +70,7 @@ PROBLEMS = {
     "attribute-nan": "a NaN in the spelling that Paddle writes and cannot read",
     "attribute-void": "`VD` is none of NAN, INF and -INF",
 }
-"""What ``read_pir`` reports."""
+"""Findings of ``read_pir``."""
 
 
 def looks_like_pir(path: Place) -> bool:
@@ -175,7 +175,7 @@ class _PirReader:
             program.report("structure", "there is no `program` with a region and a block")
 
     def give_up(self, text: str, where: str) -> None:
-        """What follows from a file that cannot be read to its end is no finding of its own."""
+        """Report one finding and drop those that only follow from a file that ends early."""
         self.program = Program(self.program.path, self.program.kind, self.program.version, self.program.trainable)
         self.program.report("json", text, where)
 
@@ -209,7 +209,7 @@ class _PirReader:
                 stream.value()
 
     def finish(self) -> None:
-        """What can only be told at the end."""
+        """Run the checks that need the whole program."""
         if self.flagless and self.program.trainable is False:
             text = f"{self.flagless} parameters say nothing about themselves (trainable=False when it was saved)"
             self.program.report("parameter-flags", text + ": Paddle cannot load them")
@@ -563,7 +563,7 @@ _LAYOUTS |= {"SPARSE_COO", "SPARSE_CSR", "PSTRING_UNION", "STRIDED"}
 """paddle/common/layout.h; their case does not matter."""
 _MOST_AXES = 9
 _LARGEST_F32 = 3.4028235677973366e38
-"""What rounds to infinity in float32 is larger."""
+"""The largest number that does not round to infinity in float32."""
 _DATA = "1.data"
 _ENDS = (_DATA, "1.feed", _FETCH)
 _MORE_ELEMENTS = ("t_index",)
@@ -616,7 +616,7 @@ def _compressed(op: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What an attribute says, or the only item of a list."""
+    """An attribute's value, or the only item of a list."""
     return value[0]["D"] if isinstance(value, list) and value else value
 
 

@@ -58,7 +58,7 @@ class Artifact:
     """None when there is no parameter file."""
     file: DataFile | None = None
     records: list[TensorRecord] = field(default_factory=list)
-    """Of the program's parameters, in their order; fewer where the file is cut off."""
+    """Records of the program's parameters, in their order; fewer where the file is cut off."""
 
     @property
     def tensors(self) -> list[tuple[ProgramTensor, TensorRecord]]:
@@ -66,7 +66,7 @@ class Artifact:
 
 
 class Native(NamedTuple):
-    """What writing the same program again needs."""
+    """The data that writing the same program again needs."""
 
     program: Program
     params: str
@@ -158,7 +158,7 @@ _HINTS: Mapping[str, str] = {
 
 
 def check_artifact(path: Place, params: Place | None = None) -> tuple[base.FormatCheck, Program | None]:
-    """What is wrong with a program and its parameter file, and what somebody who serves them may want to know.
+    """Check a program and its parameter file: errors, and notes for whoever serves them.
 
     The program is None where it cannot be read. ``params`` as in ``examine``.
     """
@@ -297,7 +297,7 @@ def program_of(path: Place) -> Place:
 
 
 def native_of(artifact: Artifact) -> Native:
-    """What is kept for writing the program again."""
+    """The data that is kept for writing the program again."""
     program = artifact.program
     info = program.path.parent / (program.path.name.removesuffix(LEGACY) + INFO)
     whole = program.kind == "pdmodel" and info.is_file() and not leads_away(info)

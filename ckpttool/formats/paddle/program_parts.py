@@ -1,4 +1,4 @@
-"""What a Paddle inference program says, above all about its parameters, whichever way it is written.
+"""A Paddle inference program, above all its parameters, in either encoding.
 
     model.json      a PIR program in JSON                      _pir.py
     model.pdmodel   a ProgramDesc in protobuf, before PIR      _pdmodel.py
@@ -86,7 +86,7 @@ class Program:
     kind: str
     """``pir`` or ``pdmodel``."""
     version: int | None = None
-    """Of PIR's JSON; of a .pdmodel Paddle's own, as major * 1000000 + minor * 1000 + patch. None where it says none."""
+    """Version of PIR's JSON; in a .pdmodel Paddle's own: major * 1000000 + minor * 1000 + patch. None: not given."""
     trainable: bool | None = None
     parameters: list[ProgramTensor] = field(default_factory=list)
     """In the order of the parameter file: sorted by name."""
@@ -98,9 +98,9 @@ class Program:
     """Attributes that are infinite, which JSON has no number for."""
     blocks: int = 0
     inputs: list[ProgramTensor] = field(default_factory=list)
-    """What is fed, in the order of the program."""
+    """Tensors that are fed, in the order of the program."""
     outputs: list[ProgramTensor] = field(default_factory=list)
-    """What is fetched."""
+    """Tensors that are fetched."""
     problems: list[ProgramProblem] = field(default_factory=list)
     """At most ``LISTED`` of each id."""
     more: Counter[str] = field(default_factory=Counter)

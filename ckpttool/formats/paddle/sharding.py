@@ -41,7 +41,7 @@ class TrainableParam(NamedTuple):
 
     name: str
     dtype: str
-    """Of the parameter itself: its master weights and moments are F32 in a buffer laid out for BF16."""
+    """Dtype of the parameter itself: its master weights and moments are F32 in a buffer laid out for BF16."""
     numel: int
 
 

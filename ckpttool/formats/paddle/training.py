@@ -1,4 +1,4 @@
-"""What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
+"""The files that Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
 
 Both are carried along as the small files that they are. A schedule that came through a format of another software
 (dcp, universal, ranks) becomes a file again, and so do another trainer's step and learning rate. What else that one
@@ -21,12 +21,12 @@ from ckpttool.formats.base import TrainingState, WriteRequest, companions
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing
 
 SCHEDULE = "LR_Scheduler"
-"""What Paddle calls the state of the learning rate in the optimizer's files."""
+"""Paddle's name for the state of the learning rate in the optimizer's files."""
 SCHEDULE_FILE = "scheduler.pdparams"
 """The same, beside them."""
 _TRAINER = "trainer_state.json"
 _STEPS = frozenset({"global_steps", "global_step", "step", "iteration"})
-"""What other trainers call it."""
+"""Other trainers' names for the number of steps."""
 
 TRAINER_FILES = re.compile(
     r"rng_state.*\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"

@@ -57,13 +57,13 @@ class _ShardFile(NamedTuple):
     component: str
     stem: str
     coords: Mapping[str, int]
-    """Of the rank that wrote it; empty for merged files."""
+    """Coordinates of the rank that wrote it; empty for merged files."""
     part: int
     total: int
 
 
 _Held = list[tuple[StoredTensor, _ShardFile]]
-"""What the files hold for one key."""
+"""The stored tensors of one key, each with its file."""
 
 
 class Unified:
@@ -593,7 +593,7 @@ class _UnifiedReader:
         return {k: [(t, any_file)] for k, t in made.items()}
 
     def _check_index(self, indexes: Mapping[str, dict[str, Any]], held: Mapping[Key, _Held]) -> None:
-        """What each index gets wrong, as notes; the headers count."""
+        """Note the errors of each index; the headers are taken as right."""
         for stem, component in STEMS.items():
             mapped = indexes[stem].get("weight_map")
             if not isinstance(mapped, dict):
@@ -629,7 +629,7 @@ class _UnifiedReader:
 
 
 def _key(name: str, component: str) -> Key:
-    """Of a tensor in a file of this component: ``<parameter>/<state>`` in the optimizer's."""
+    """The key of a tensor in a file of this component: ``<parameter>/<state>`` in the optimizer's."""
     if component != "optimizer":
         return Key(name, component)
     parameter, slash, state = name.rpartition("/")

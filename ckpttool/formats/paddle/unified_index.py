@@ -1,4 +1,4 @@
-"""What the indexes of a unified checkpoint say: one for each component, and none that is only a map.
+"""The indexes of a unified checkpoint: one for each component, and none that is only a map.
 
 Quantised moments have the index that they had in float32; files that ranks wrote for themselves have no map, by which
 Paddle's readers know them.

@@ -375,7 +375,7 @@ class _BytecheckpointReader:
 
 
 def _described(fields: Mapping[str, Any], path: Place) -> tuple[dict[tuple[str, tuple[int, ...]], bytes], list[str]]:
-    """What describes each chunk, and the names in the order in which a rank had them."""
+    """The description of each chunk, and the names in the order in which a rank had them."""
     forms, order = fields.get("all_tensor_metadata") or {}, fields.get("planner_data") or {}
     if not isinstance(forms, dict) or not isinstance(order, dict):
         raise CorruptError("all_tensor_metadata or planner_data is not a dict", where=str(path))
@@ -394,7 +394,7 @@ def _shape(state: Mapping[str, tuple[str, DcpTensor]]) -> tuple[int, ...] | None
 
 
 def _with_extra(training: base.TrainingState | None, listing: Listing) -> base.TrainingState | None:
-    """What else the first rank saved, where it is plain."""
+    """Add the other plain values that the first rank saved."""
     path = listing.root / _EXTRA[0] / _EXTRA[1]
     if not path.is_file():
         return training

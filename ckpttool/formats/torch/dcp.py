@@ -215,9 +215,10 @@ class _DcpReader:
         return out
 
     def objects(self, objects: Sequence[tuple[DcpEntry, Span]], assigned: Assigned, catalog: Catalog) -> _Objects:
-        """What else a trainer resumes from. Numbers that are state of a parameter become tensors of the catalog."""
+        """Everything else that a trainer resumes from. Numbers that are state of a parameter become tensors of the
+        catalog."""
         values: dict[str, Any] = {}
-        """Of those that are plain."""
+        """The plain values."""
         for number, group in groupby(sorted(objects, key=itemgetter(1)), key=lambda item: item[1][0]):
             with opened(self.files[number].place) as file:
                 for e, span in group:
@@ -274,7 +275,7 @@ class _Objects:
         self.listed: set[str] = set()
         """Prefixes of optimizers whose groups are one value."""
         self.held: list[GroupParameters] = []
-        """What each group has for its parameters."""
+        """The parameters of each group."""
         self.plain: dict[str, Any] = {}
         self.left: list[str] = []
 

@@ -38,7 +38,7 @@ class ChunkFiles:
         """
 
     def number(self, listing: Listing, name: str) -> int:
-        """Of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
+        """The number of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
         key = (str(listing.root), name)
         if key not in self._numbers:
             if name not in listing.names:

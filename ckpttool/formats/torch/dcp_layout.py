@@ -46,15 +46,15 @@ class _DistcpFile:
     def __init__(self, slices: list[_ChunkFrame]) -> None:
         self.size = 0
         self.slices = slices
-        """Of all files."""
+        """The distinct frames of all files."""
         self.which = array("I")
-        """Of each slice of the file: which one it is."""
+        """The number of each frame of the file in ``slices``."""
         self.at = array("q")
         """Where it begins."""
         self.tensors = array("I")
         """Numbers of the tensors that the file holds; ascending when it is complete."""
         self.owners = array("I")
-        """Of each of these: its slice of the file."""
+        """The frame of the file that each of these has."""
 
     def put(self, which: int) -> int:
         """Place a slice, which is padded; where it begins."""

@@ -56,7 +56,7 @@ class DcpEntry(NamedTuple):
 
 
 def read_metadata(path: Place, number: Callable[[str], int]) -> list[DcpEntry]:
-    """What a save holds; ``number`` numbers the files that it names.
+    """The entries of a save; ``number`` numbers the files that it names.
 
     Raises CorruptError for what contradicts itself, UnsupportedError for another software's file, compressed tensors
     and what asks for code.

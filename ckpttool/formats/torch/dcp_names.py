@@ -1,4 +1,4 @@
-"""What the values of a state dict that was saved with torch.distributed.checkpoint are: models, optimizers, the rest.
+"""Kinds of the values of a state dict that was saved with torch.distributed.checkpoint: models, optimizers, the rest.
 
 Trainers nest them as they like, so their own words decide, the path of keys to each value:
 
@@ -44,7 +44,7 @@ class GroupParameters(NamedTuple):
     """The parameters of a group as a save has them."""
 
     prefix: str
-    """Of the optimizer."""
+    """Prefix of the optimizer."""
     params: Mapping[int | str, str]
     """Names, or numbers with the names of the parameters; "" where nothing says it."""
 
@@ -64,7 +64,7 @@ class SaveKeys(NamedTuple):
     parameters: Mapping[str, int] = {}
     """Numbers that the optimizer has for the parameters of these names; empty where it has their names."""
     owners: Mapping[str, str] = {}
-    """Of several optimizers: the prefix of the one that has a parameter."""
+    """Parameter -> prefix of its optimizer, where there are several."""
     components: Mapping[str, str] = {}
     """Prefixes of other components, where they are not called as the components are."""
     places: Mapping[str, tuple[str | int, ...]] = {}
@@ -72,7 +72,7 @@ class SaveKeys(NamedTuple):
     named: bool = False
     """Groups have ``param_names`` too: the optimizer was made of ``model.named_parameters()``."""
     held: Sequence[GroupParameters] = ()
-    """What each group of the save holds, in the order of ``Training.groups``."""
+    """The parameters of each group of the save, in the order of ``TrainingState.groups``."""
     listed: frozenset[str] = frozenset()
     """Prefixes of optimizers whose groups are one value, as in saves of torch 2.2."""
     order: Sequence[str] = ()
@@ -108,7 +108,7 @@ class SaveKeys(NamedTuple):
         yield from ((self._path(top, "param_groups"), values) for top, values in lists.items())
 
     def _params(self, group: ParamGroup, held: GroupParameters | None) -> list[int | str]:
-        """What a group says of its parameters: as the save has it, where nothing was renamed."""
+        """The ``params`` of a group: as the save has them, where nothing was renamed."""
         kept = {*group.parameters}
         if held is not None and kept <= {*held.params.values()} and not self.named:
             return [p for p, name in held.params.items() if not name or name in kept]
@@ -141,12 +141,12 @@ KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=Tr
 
 
 class Assigned(NamedTuple):
-    """What becomes of the values."""
+    """The values of a state dict, assigned to keys."""
 
     keys: dict[str, Key]
     """By fqn: tensors, and numbers that are state of an optimizer."""
     names: Mapping[str, str]
-    """What parameters are called, by their names in the save."""
+    """Names of parameters, by their names in the save."""
     notes: list[str]
     nesting: SaveKeys = SaveKeys()
     numbers: Mapping[int, str] = {}
@@ -313,7 +313,7 @@ def _of_model(states: Mapping[str, _StateKey], chosen: str) -> tuple[dict[str, _
 
 
 def numbered(path: tuple[str | int, ...]) -> _StateKey | None:
-    """What a value is of the state of a parameter that has a number for a name."""
+    """The state key of a value whose parameter has a number for a name."""
     if len(path) < 3 or path[-3] != "state" or not str(path[-2]).isdecimal():
         return None
     return _StateKey(str(path[-2]), str(path[-1]), ".".join(map(str, path[:-3])), flattened=False)
@@ -345,7 +345,7 @@ def _whose(
 
 
 def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _StateKey | None:
-    """What a value is of an optimizer's state, None where it is not. Parameters that are only numbered are none.
+    """The state key of a value of an optimizer; None for any other. Parameters that are only numbered are none.
 
     Keys that are not below another one count where a group or a tensor has the name: a model may have a module that is
     called ``state``.
@@ -369,7 +369,7 @@ class Grouped(NamedTuple):
     """A value of param_groups."""
 
     prefix: str
-    """Of the optimizer."""
+    """Prefix of the optimizer."""
     which: str | int
     """The parameter, or the number of the group."""
     value: str
@@ -377,7 +377,7 @@ class Grouped(NamedTuple):
 
 
 def grouped(entry: DcpEntry) -> Grouped | None:
-    """What a value is of param_groups; None for any other."""
+    """The place of a value in param_groups; None for any other."""
     path = entry.path
     if len(path) > 2 and path[-3] == "param_groups":
         return Grouped(".".join(map(str, path[:-3])), path[-2], str(path[-1]))

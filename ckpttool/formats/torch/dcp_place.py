@@ -22,7 +22,7 @@ _COMMON = "common.pt"
 _OF_MEGATRON = re.compile(r"iter_\d{7,18}")
 _POINTER = "latest_checkpointed_iteration.txt"
 _OF_RANK = re.compile(r"__\d+\.metadata")
-"""Of a save without collectives: what one rank knows."""
+"""Metadata file of one rank, in a save without collectives."""
 _CHUNKS = re.compile(r"__\d+_\d+\.distcp")
 _MARK = re.compile(r"latest\w*(\.txt)?")
 _NUMBER = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
@@ -42,7 +42,7 @@ class DcpSave(NamedTuple):
     """All that belongs to one save."""
 
     listing: Listing
-    """Of the directory that holds it."""
+    """The directory that holds it."""
     parts: list[ChunkDirectory]
     config: dict[str, Any]
     notes: list[str]

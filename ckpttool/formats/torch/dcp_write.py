@@ -56,11 +56,11 @@ class _RowSplit(NamedTuple):
     boxes: tuple[tuple[int, Box], ...]
     """(file, box of the tensor that it holds)."""
     held: tuple[Boxes, ...]
-    """What each of these is of the logical tensor."""
+    """The boxes of the logical tensor that each of these holds."""
 
 
 class _DcpLayout:
-    """What has been laid out so far, by file."""
+    """The files of a save while they are laid out."""
 
     def __init__(self, world: int, keys: SaveKeys) -> None:
         self.world, self.keys = world, keys
@@ -73,7 +73,7 @@ class _DcpLayout:
         self._cuts: dict[tuple[tuple[int, ...], Boxes], _RowSplit] = {}
 
     def fqn_of(self, t: RankTensor) -> str:
-        """What a tensor is called in the save."""
+        """A tensor's name in the save."""
         return ".".join(map(str, self.keys.tensor(t.component, t.name, t.state)))
 
     def add(self, t: RankTensor) -> None:

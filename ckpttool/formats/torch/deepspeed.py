@@ -107,7 +107,7 @@ class _DeepspeedReader:
     shared: UnsupportedError | None = None
     """Why the optimizer of a model with experts is not read."""
     scaler: PickledObject | None = None
-    """Of the loss, in training with float16."""
+    """The loss scaler, in training with float16."""
 
     def read(self) -> base.TrainingState:
         """Fill in everything; what is returned is what training goes on from."""
@@ -267,7 +267,7 @@ class _DeepspeedReader:
         return out
 
     def _optimizer(self, partitions: Partitions) -> list[str]:
-        """What the optimizer keeps of each parameter; returns the names of what cannot be told apart by parameters."""
+        """Add the optimizer's state of each parameter; returns the names of what cannot be told apart by parameters."""
         states, left = partitions.states()
         for state in states:
             for tensor in self._whole(partitions.state(state)).values():

@@ -43,7 +43,7 @@ _LOCAL = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d{1,9}\.bin\Z")
 """accelerate's names for local state dicts."""
 _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?\Z")
 _COMPONENTS = {"optim": "optimizer", "optimizer": "optimizer", "ema": "ema", "extra_state": "extra"}
-"""What is in the files of a stem; the model in all others."""
+"""Components of files by their stem; all other files hold the model."""
 _ROLES = ("actor", "critic")
 """Directories of a step of verl, each with a model."""
 _OWN = ("fsdp_config.json",)
@@ -206,7 +206,7 @@ def _refuse_local(where: str) -> NoReturn:
 
 @dataclass(slots=True)
 class _FsdpTensor:
-    """What all ranks hold of a tensor."""
+    """A tensor and the pieces of it that all ranks hold."""
 
     shape: tuple[int, ...]
     stored: StoredTensor
@@ -224,10 +224,10 @@ class _FsdpRanks:
         self.training: base.TrainingState | None = None
         self._groups: dict[Key, _FsdpTensor] = {}
         self._order: dict[str, LocalPart] = {}
-        """Of the first rank, in the order of the model."""
+        """The first rank's parts, in the order of the model."""
         self._numbers: list[list[Number]] = []
         self._names: dict[Number, str] | None = None
-        """Of the optimizer's parameters; None: not known yet, or not at all."""
+        """Names of the optimizer's parameters; None: unknown."""
         self._called: dict[str, str] = {}
         """The model's own name of each tensor of the first rank."""
         self._prefixes = ""
@@ -356,8 +356,8 @@ class _FsdpRanks:
         )
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What an optimizer of the model may have: tied parameters once; plain tensors, such as buffers, where no
-        parameter is cut.
+        """Parameters that an optimizer of the model may have: tied parameters once; plain tensors, such as buffers,
+        where no parameter is cut.
         """
         cut = any(part.cut for part in self._order.values())
         known: dict[tuple[str, int, tuple[int, ...]], str] = {}
@@ -422,7 +422,7 @@ class _Plain:
 
 
 def _shape(state: Mapping[Any, Any], where: str) -> tuple[int, ...] | None:
-    """Of the parameter that has this state; None where there is only a number."""
+    """Shape of the parameter that has this state; None where there is only a number."""
     for what, value in state.items():
         parts = parts_of(value, str(what), where)
         if parts and what != STEP:
@@ -433,7 +433,8 @@ def _shape(state: Mapping[Any, Any], where: str) -> tuple[int, ...] | None:
 def _with_extra(
     training: base.TrainingState | None, listing: Listing, names: Sequence[str]
 ) -> base.TrainingState | None:
-    """What else the first rank saved: the state of the learning rate, and random numbers, which are left."""
+    """Add the other values that the first rank saved: the state of the learning rate, and random numbers, which are
+    left."""
     for name in names:
         value = read_torch(listing.path(name)).value
         if isinstance(value, dict):

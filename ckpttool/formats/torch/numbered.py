@@ -15,7 +15,7 @@ from ckpttool.core.words import count
 Shape = tuple[int, ...]
 Number = int | str
 Groups = Sequence[Sequence[tuple[Number, Shape | None]]]
-"""Of each group the numbers, with the shape that the state has; None where there is none, or it does not tell."""
+"""The numbers of each group, with the shape of the state; None where there is none, or it does not tell."""
 
 
 class AmbiguousNumber(NamedTuple):

@@ -35,19 +35,19 @@ from ckpttool.storage.listing import Listing
 
 COMPONENT = "optimizer"
 MASTER = "the master weight"
-"""What the state of a parameter is called that is its master weight; no optimizer has such a name."""
+"""State name of a parameter's master weight; no optimizer has such a name."""
 FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)\Z")
-"""Of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
+"""Files of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
 _SCHEDULE = re.compile(r"scheduler(_\d+)?\.(pt|bin)\Z")
 _OBJECTS = re.compile(r"(rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scaler\.pt|custom_checkpoint_\d+\.pkl)\Z")
 """Files of a trainer that hold no plain data."""
 _STATE, _GROUPS = "state", "param_groups"
 _STEPS = ("global_step", "step", "iteration", "iter_num")
-"""What trainers call the number of steps that were taken."""
+"""Trainers' names for the number of steps taken."""
 _DEPTH = 4
 
 _BUFFER = re.compile(r"(.*\.)?(running_mean|running_var|num_batches_tracked|inv_freq)\Z")
-"""What a state dict has beside parameters, and is of floating point."""
+"""Floating-point buffers that a state dict has beside parameters."""
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _OTHER_KINDS = {
     **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"), "Adafactor (of rows and columns)"),
@@ -65,7 +65,7 @@ _NAMED = (
 class _TorchGroup(NamedTuple):
     params: list[Number]
     names: list[str]
-    """Of these; [] where it does not say them."""
+    """Names of the parameters; [] where unknown."""
     values: dict[str, Any]
 
 
@@ -129,7 +129,7 @@ def is_trainers(name: str) -> bool:
 
 
 class Trainer(NamedTuple):
-    """What a file holds beside a model: the states of optimizers by their paths, and anything else at its top."""
+    """The content of a file beside the model: the states of optimizers by their paths, and anything else at its top."""
 
     file: TorchFile
     optimizers: list[tuple[str, Any]]
@@ -214,7 +214,7 @@ def refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What a file holds of an optimizer, not given to parameters yet."""
+    """An optimizer in a file, not yet assigned to parameters."""
 
     file: TorchFile
     value: Any
@@ -222,7 +222,7 @@ class OptimizerState:
     what: str
     """Where it lies, for messages: a file's name, or the path in it."""
     training: TrainingState = field(default_factory=TrainingState)
-    """What its trainer says, without groups."""
+    """Its trainer's values, without groups."""
     trusted: bool = False
     """The same program saved model and optimizer, so that the model is in its own order."""
     buffers: Collection[str] = ()
@@ -369,7 +369,7 @@ class OptimizerState:
 
 
 def _parted(t: StoredTensor, shares: Mapping[str, Sequence[TensorShare]]) -> list[StoredTensor]:
-    """What a state of a parameter in memory is of the tensors of the files."""
+    """Split a state of a parameter in memory into states of the tensors of the files."""
     held = shares.get(t.name, ())
     if not held:
         return [t]
@@ -505,7 +505,7 @@ def _by_name(
 
 
 def _called(names: Iterable[str], needed: Collection[str], model: Collection[str]) -> dict[str, str]:
-    """What the model calls the parameters of an optimizer, of which it has those that are ``needed``.
+    """The model's names for the parameters of an optimizer, of which it has those that are ``needed``.
 
     The two may have been wrapped differently, and names may have one prefix on top.
     """
@@ -522,7 +522,7 @@ def _called(names: Iterable[str], needed: Collection[str], model: Collection[str
 
 
 def parameters_of(tensors: Iterable[StoredTensor], buffers: Collection[str] = ()) -> dict[str, Shape]:
-    """What may be a parameter of an optimizer: tied ones once, no known buffers, no integers."""
+    """Tensors that may be parameters of an optimizer: tied ones once, no known buffers, no integers."""
     seen = set()
     out = {}
     for t in tensors:

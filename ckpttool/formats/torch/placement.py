@@ -1,4 +1,4 @@
-"""What one rank's pickle says of a distributed tensor: a local tensor, and where its boxes belong in the whole.
+"""Distributed tensors in one rank's pickle: a local tensor, and where its boxes belong in the whole.
 
     DTensor          _rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (class, dtype, size, stride, ...),
                          (None, {_local_tensor, _spec: DTensorSpec(mesh, placements, ...)}))
@@ -34,23 +34,23 @@ Boxes = tuple[tuple[Box, Box], ...]
 
 
 class LocalPart(NamedTuple):
-    """What a rank holds of a tensor."""
+    """The boxes of a tensor that one rank holds."""
 
     tensor: TorchTensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     boxes: Boxes
     cut: bool
     """False: a plain tensor, of which every rank has a copy."""
 
 
 class AxisPlacement(NamedTuple):
-    """What one axis of the mesh does."""
+    """The placement of a tensor over one axis of the mesh."""
 
     dim: int = -1
     """Axis of the tensor that it cuts; -1: none, its ranks have copies."""
     split: int = 1
-    """Of a strided one: parts that the axis was in before."""
+    """For a strided placement: parts that the axis was in before."""
 
 
 _MOST_BOXES = 1 << 14
@@ -60,7 +60,7 @@ _KINDS = ("DTensor", "ShardedTensor")
 
 
 def parts_of(value: Any, name: str, where: str) -> list[LocalPart] | None:
-    """What a rank holds of the tensor ``value``; None for what is no tensor.
+    """The parts of the tensor ``value`` that a rank holds; None if it is not a tensor.
 
     Raises UnsupportedError for other subclasses of tensors and unfinished reductions, ConflictError when the local
     tensor has not the shape that its placements give it, CorruptError.
@@ -279,7 +279,7 @@ def _fields(record: PickledObject) -> Mapping[str, Any]:
 
 
 def _state(state: Any) -> Mapping[str, Any]:
-    """What ``copyreg`` makes of an object: its attributes, or a pair of these and its slots."""
+    """The state that ``copyreg`` makes of an object: its attributes, or a pair of these and its slots."""
     if isinstance(state, tuple):
         first, second = state
         return {**(first or {}), **(second or {})}
@@ -289,7 +289,7 @@ def _state(state: Any) -> Mapping[str, Any]:
 
 
 def _items(record: Any) -> tuple[Any, Any]:
-    """Of a named tuple."""
+    """The items of a named tuple."""
     first, second = record.fields["args"] if isinstance(record, PickledObject) else record
     return first, second
 

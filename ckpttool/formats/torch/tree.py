@@ -15,7 +15,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, Us
 
 _NODES = (dict, list, tuple)
 _KINDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_", "torch.nn.parameter.")
-"""What makes tensors of other kinds."""
+"""Functions that rebuild tensors of other kinds."""
 _ARRAY = "numpy.ndarray"
 """An array of other elements than little-endian numbers; big-endian ones may be weights all the same."""
 ALL = "."

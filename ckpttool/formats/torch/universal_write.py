@@ -22,7 +22,7 @@ from ckpttool.formats.torch.zero_files import STRUCTURE
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"
 MASTER = "fp32"
-"""Of a parameter's files the one of its master weights."""
+"""The file of a parameter's master weights."""
 VERSION = "0.19.8"
 """DeepSpeed's, whose files these are."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "loss_scaler")

@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints of every kind share: the directory of one save, and the file of model states.
+"""Shared parts of all DeepSpeed checkpoints: the directory of one save, and the file of model states.
 
     DIR/latest                                              the tag of the newest save
     DIR/TAG/mp_rank_00_model_states.pt                      model states (stage 3: zero_pp_rank_R_mp_rank_00_...)
@@ -116,7 +116,7 @@ def config_of(listing: Listing, save: Listing) -> tuple[dict[str, Any], tuple[st
 
 
 class SaveReader(Protocol):
-    """What reads the files of one save, and what it found."""
+    """A reader of the files of one save, and its results."""
 
     files: list[DataFile]
     tensors: list[StoredTensor]
@@ -194,15 +194,15 @@ class ModelStates:
     file: TorchFile
     module: dict[str, TorchTensor]
     groups: list[dict[str, tuple[int, ...]]]
-    """Of each group of the optimizer (stage 3: sub-group) the shapes of its parameters in the order of elements."""
+    """Shapes of the parameters of each optimizer group (stage 3: sub-group), in the order of elements."""
     frozen: dict[str, tuple[int, ...]]
     fragments: dict[str, TorchTensor]
     shared: dict[str, str]
     buffers: frozenset[str]
     rest: Mapping[str, Any]
-    """What is not about tensors of the model."""
+    """The values that are not about tensors of the model."""
     left: list[str]
-    """What ``module`` has beside tensors."""
+    """Names in ``module`` that are not tensors."""
 
     @property
     def path(self) -> str:
@@ -400,7 +400,7 @@ class ElementRun(NamedTuple):
     """Consecutive elements of a flat vector that one file holds."""
 
     start: int
-    """Of the vector."""
+    """First element in the vector."""
     stored: StoredTensor
     """1-D."""
 
@@ -410,7 +410,7 @@ class ElementRun(NamedTuple):
 
 
 def cut(runs: Sequence[ElementRun], start: int, stop: int) -> Iterator[FlatShard]:
-    """What holds elements ``[start, stop)`` of the vector, in order."""
+    """The shards that hold elements ``[start, stop)`` of the vector, in order."""
     at = bisect_right(runs, start, key=_start) - 1
     for run in runs[max(0, at) :]:
         if run.start >= stop:

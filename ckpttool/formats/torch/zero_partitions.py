@@ -75,16 +75,16 @@ def partitions_of(
 
 @dataclass
 class Partitions(ABC):
-    """What the stages have in common."""
+    """The parts that all stages have in common."""
 
     ranks: Sequence[OptimizerFile]
     groups_: Sequence[Mapping[str, tuple[int, ...]]]
     key = ""
-    """Of the masters in the optimizer's state."""
+    """Key of the masters in the optimizer's state."""
     base = ""
-    """Of the state of the optimizer that is wrapped."""
+    """Key of the state of the wrapped optimizer."""
     flats: list[list[StoredTensor]] = field(default_factory=list)
-    """Of each rank the masters of each unit."""
+    """Masters of each unit, by rank."""
     units: list[_FlatUnit] = field(default_factory=list)
 
     def measure(self) -> None:
@@ -223,7 +223,7 @@ class Partitions(ABC):
         return said
 
     def _steps(self, _: Place, rank: OptimizerFile) -> list[float | None]:
-        """What a rank says of each unit."""
+        """Steps of each unit on a rank."""
         state, groups = self._inner(rank)
         out: list[float | None] = []
         for unit in self.units:
@@ -235,7 +235,7 @@ class Partitions(ABC):
         return out
 
     def _step(self, rank: OptimizerFile, groups: Sequence[dict[str, Any]], flat: int) -> int | None:
-        """Of optimizers that count steps in their groups (FusedAdam)."""
+        """The step of an optimizer that counts steps in its groups (FusedAdam)."""
         counts = [g.get(STEP) for g in groups for _ in list_of(g.get("params"))]
         found = counts[flat] if flat < len(counts) else rank.state.get("base_optimizer_state_step")
         return found if type(found) is int else None

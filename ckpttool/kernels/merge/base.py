@@ -1,4 +1,5 @@
-"""What a merge method is: a generator that reads the tensor as often as it must, and then says how to combine it.
+"""The interface of a merge method: a generator that reads the tensor as often as it must, and then says how to combine
+it.
 
 A method is written top to bottom, as its formula is:
 
@@ -102,7 +103,7 @@ Program = Generator[Pass, None, Combine]
 
 
 class Contributions(NamedTuple):
-    """What a method that picks elements lets each model add, before it adds them up: for reports."""
+    """Each model's contribution in a method that picks elements, before they are summed: for reports."""
 
     of: Callable[[Chunk], Iterator[Array]]
     """Yields, model by model, what it adds in a chunk: zero where the method drops the element. An array stays until
@@ -150,7 +151,7 @@ class Method:
     one_at_a_time: bool = False
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
     parts: Callable[[MergeTensor], Generator[Pass, None, Contributions]] | None = None
-    """Of a method that picks elements: finds out which, in as many passes as it must."""
+    """In a method that picks elements: finds them, in as many passes as it needs."""
     passes: Passes = lambda _whole, _models: 0
     """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
 

@@ -23,7 +23,7 @@ from ckpttool.kernels.merge.base import Array
 from ckpttool.kernels.merge.cascade import CascadeSum
 
 Working = Literal["F32", "F16", "BF16"]
-"""What mergekit computes in: its ``dtype:``, or else what the dtypes of a tensor's operands have in common."""
+"""Dtype that mergekit computes in: its ``dtype:``, or else the common dtype of a tensor's operands."""
 
 
 def rounded(values: float | Array, working: str) -> Any:
@@ -112,7 +112,8 @@ class DrawnTensor:
 
 
 def mergekit_draws(seed: int, tensors: Iterable[DrawnTensor]) -> Callable[[str], MergekitDraws]:
-    """What gives the draws of a tensor, by name, in a merge that mergekit 0.1.5 would run with ``--random-seed seed``.
+    """A function from a tensor's name to its draws in a merge that mergekit 0.1.5 would run with ``--random-seed
+    seed``.
 
     mergekit seeds torch's CPU generator once and takes the tensors one by one, for each the models in the recipe's
     order, for each as many numbers as elements. ``tensors`` are all tensors of the output in mergekit's order: that of

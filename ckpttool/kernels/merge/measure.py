@@ -21,7 +21,7 @@ _OWN = 16
 
 
 class Measured(NamedTuple):
-    """What was summed over the elements of a tensor. What does not apply to its method is empty or None."""
+    """Sums over the elements of a tensor. Those that do not apply to its method are empty or None."""
 
     elements: int
     squares: float

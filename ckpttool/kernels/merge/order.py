@@ -189,7 +189,8 @@ class _Search:
     starts: list[int] = field(default_factory=list)
     distinct: list[Array] = field(default_factory=list)
     counts: list[Array] = field(default_factory=list)
-    """Of each chunk that met the bracket: its start, the distinct values in ascending order, how often each occurs."""
+    """For each chunk with values in the bracket: its start, the distinct values in ascending order, how often each
+    occurs."""
 
     def bracket(self, lo: float, hi: float) -> None:
         """Start anew with another bracket, both ends belonging to it."""

@@ -39,7 +39,7 @@ Thin = Callable[[MergeTensor], Generator[Pass, None, Take]]
 Merge = Callable[[MergeTensor, Take], Combine]
 
 CODE_BITS = 20
-"""Of a magnitude's 31 bits, how many tell ranks apart: the exponent and 12 bits of mantissa."""
+"""How many of a magnitude's 31 bits tell ranks apart: the exponent and 12 bits of mantissa."""
 
 
 def _all(_: MergeTensor) -> Generator[Pass, None, Take]:
@@ -189,7 +189,7 @@ def _linear(tensor: MergeTensor, take: Take) -> Combine:
 
 
 def _vote(tensor: MergeTensor, weights: Array) -> Callable[[int, Array, Array], None]:
-    """What a model's t_i votes with: w_i t_i, or its sign with ``elect_count``."""
+    """The vote of a model's t_i: w_i t_i, or its sign with ``elect_count``."""
 
     def vote(i: int, t: Array, out: Array) -> None:
         if tensor.whole["elect_count"]:

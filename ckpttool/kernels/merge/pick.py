@@ -96,7 +96,7 @@ def sce(tensor: MergeTensor) -> Program:
 
 
 def _selection(tensor: MergeTensor) -> Generator[Pass, None, Callable[[Chunk], list[Array]] | None]:
-    """What gives the differences of a chunk, zero where ``sce`` does not select them; None if it selects nothing."""
+    """A function to the differences of a chunk, zero where ``sce`` does not select them; None if it selects nothing."""
     count = len(tensor.models)
     share = tensor.whole["select_topk"]
     variance = _spread(count)
@@ -182,7 +182,7 @@ def arcee_fusion(tensor: MergeTensor) -> Program:
 
 
 def _fused(tensor: MergeTensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
-    """What gives the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
+    """A function to the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
     columns = tensor.columns
     divergences = np.empty((tensor.size // columns, 1), np.float32)
     together = max(1, _DIVERGING // columns)

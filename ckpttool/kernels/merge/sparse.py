@@ -35,7 +35,7 @@ Keep = Callable[[Chunk, Array, Array], None]
 """Fills the boolean third argument with the elements of a chunk that stay; the second is the chunk of the delta."""
 
 Keeps = Generator[Pass, None, list[Keep | None]]
-"""What chooses the elements, for each model; None where all of them stay."""
+"""A pass that chooses the elements of each model; None where all of them stay."""
 
 
 def task_arithmetic(tensor: MergeTensor) -> Program:
@@ -285,7 +285,7 @@ def _weights(tensor: MergeTensor) -> list[np.float32]:
 def _products(
     weights: Sequence[np.float32], keeps: Sequence[Keep | None], factors: Mapping[int, np.float32]
 ) -> Callable[[Chunk, Array, int], Array]:
-    """What gives p_i of a chunk, in the model's own buffer; its second argument is the base."""
+    """A function to p_i of a chunk, in the model's own buffer; its second argument is the base."""
 
     def product(chunk: Chunk, base: Array, i: int) -> Array:
         p = chunk.model(i)

@@ -87,7 +87,7 @@ def arc(cosine: Array, straight: Array, t: float) -> tuple[Array, Array]:
 
 
 def slerp_coefficients(products: Array, t: float, *, threshold: float = 0.9995, eps: float = 1e-8) -> list[Array]:
-    """What slerp gives the two vectors of a 2 x 2 Gram matrix.
+    """Slerp's coefficients of the two vectors of a 2 x 2 Gram matrix.
 
     A vector no longer than ``eps`` is not normalized. Beyond a cosine of ``threshold``, in either direction, the arc
     is too flat to divide by its sine, and the way goes along the line.
@@ -118,7 +118,7 @@ def slerp(tensor: MergeTensor) -> Program:
 
 
 def nuslerp_coefficients(aa: Array, bb: Array, ab: Array, t: float) -> tuple[Array, Array]:
-    """What nuslerp gives two vectors with these dot products, element by element.
+    """Nuslerp's coefficients of two vectors with these dot products, element by element.
 
     The line is taken where the squared sine is at most 1e-6. Of small angles float32 shows no difference, and of
     opposite vectors the arc would be their rounding errors, times a thousand and more (mergekit: 1e-16, and those).
@@ -194,7 +194,7 @@ def nuslerp(tensor: MergeTensor) -> Program:
 
 
 def multislerp_coefficients(products: Array, weights: Array, eps: float = 1e-8) -> Array | None:
-    """What multislerp gives each vector; None where the weighted unit vectors cancel.
+    """Multislerp's coefficient of each vector; None where the weighted unit vectors cancel.
 
     With u_i = x_i / (|x_i| + eps), the mean m = sum w_i u_i is normalized to e = m / |m|, and the u_i are laid into
     the plane that touches the sphere there: tau = sum w_i (u_i - <u_i, e> e) = m - <m, e> e = 0. The plane's mean is
@@ -239,7 +239,7 @@ def multislerp(tensor: MergeTensor) -> Program:
 
 
 def karcher_coefficients(products: Array, max_iter: int = 10, tol: float = 1e-5) -> Array:
-    """What the Karcher mean gives each vector: the iteration, with every point written in the unit vectors u_i.
+    """The Karcher mean's coefficient of each vector: the iteration, with every point written in the unit vectors u_i.
 
     A point is its row of coefficients c, <point, u_i> is (R c)_i and |point|^2 is c R c, R the Gram matrix of the u_i.
     Vectors no longer than ``tol`` have no direction and add only to the mean norm. A direction opposite to the mean
