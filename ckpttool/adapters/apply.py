@@ -123,7 +123,7 @@ def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
             if change.whole is not None and (weight != 1 or before.whole is not None):
                 raise ConflictError(
                     f"an adapter replaces `{name}` as a whole, which "
-                    + ("another one does, too" if weight == 1 else f"cannot be done with weight {weight:g}"),
+                    + ("another one replaces too" if weight == 1 else f"cannot be done with weight {weight:g}"),
                     where=change.whole.name,
                 )
             terms = [t._replace(factor=t.factor * weight) for t in change.terms]

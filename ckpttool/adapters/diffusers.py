@@ -137,7 +137,7 @@ def parts_of(listing: Listing) -> list[tuple[str, ...]]:
 def adapter(listing: Listing, part: str = "") -> Adapter:
     """The adapter for a part of a pipeline in a file; ``part`` is "" for a model of its own.
 
-    Raises UnsupportedError for tensors that are no factors of plain LoRA, UsageError for a file that changes other
+    Raises UnsupportedError for tensors that are not factors of plain LoRA, UsageError for a file that changes other
     parts, too, and a model of its own, ConflictError and IncompleteError for what does not fit together.
     """
     place = listing.path(_file(listing))
@@ -254,7 +254,7 @@ def _pairs(named: Mapping[str, _Name], catalog: Catalog, config: Mapping[str, An
         a, b = both_sides(sides, where)
         shapes = catalog[a].shape, catalog[b].shape
         if min(map(len, shapes)) < 2 or shapes[0][0] != shapes[1][1]:
-            raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are no factors", where=where)
+            raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not factors", where=where)
         rank = shapes[0][0]
         factor = 1.0
         if "alpha" in sides:

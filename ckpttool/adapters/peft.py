@@ -36,7 +36,7 @@ STEM = "adapter_model"
 PREFIX = "base_model.model."
 
 REFUSED = {
-    "use_dora": "DoRA scales the columns of the sum, which is no low-rank term",
+    "use_dora": "DoRA scales the columns of the sum, which is not a low-rank term",
     "lora_bias": "its layers bring biases of their own",
     "layer_replication": "it repeats layers of the base",
     "alora_invocation_tokens": "aLoRA is only active after certain tokens, so there is no merged model",

@@ -191,7 +191,9 @@ class _GgufHeader:
             self.corrupt(f"tensor `{name[:80]}` has the shape {list(shape)}, which is too large")
         if kind == Q8_0:
             if not shape or shape[-1] % Q8_ELEMENTS:
-                self.corrupt(f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are no blocks of {Q8_ELEMENTS}")
+                self.corrupt(
+                    f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are not whole blocks of {Q8_ELEMENTS}"
+                )
             return GgufTensor(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
         if kind not in _DTYPES:
             self.corrupt(f"tensor `{name[:80]}` has the type {kind}, which there is not")

@@ -71,7 +71,7 @@ def is_member(name: str, named: Collection[str]) -> bool:
 def misplaced(file: str) -> str:
     """Why what an index names is no file beside it; "" for what may be one."""
     if not file:
-        return "which is no name"
+        return "which is not a name"
     if "/" in file or "\\" in file or file == "..":
         return "which is outside of the checkpoint"
     return "which is a directory" if file == "." else ""

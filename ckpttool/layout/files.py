@@ -159,7 +159,7 @@ def _of_other(key: str, said: Any, allowed: Mapping[str, type], origin: str) -> 
         k for k, v in said.items() if k not in allowed or not isinstance(v, allowed[k]) or not _of_texts(v)
     ]
     if wrong:
-        what = f"`{wrong[0]}` is not right there" if isinstance(wrong, list) else "this is no map"
+        what = f"`{wrong[0]}` is not right there" if isinstance(wrong, list) else "this is not a map"
         raise LayoutError(
             f"the family file is not valid at `{key}`: {what}", where=origin, hint=f"it has {', '.join(allowed)}"
         )
@@ -238,7 +238,7 @@ def _around(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dic
     namings, own = around["namings"], data.get("namings", {})
     if not isinstance(own, dict) or not all(isinstance(ops, list) for ops in own.values()):
         raise LayoutError(
-            "the family file is not valid at `namings`: this is no map of lists",
+            "the family file is not valid at `namings`: this is not a map of lists",
             where=origin,
             hint="a naming is a list of statements",
         )

@@ -136,7 +136,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
         elif w.startswith("groups="):
             groups = w[7:]
             if not groups.strip("0"):
-                raise LayoutError(f"`{w}` is no number of groups", where=origin, hint="groups=kv_heads")
+                raise LayoutError(f"`{w}` is not a number of groups", where=origin, hint="groups=kv_heads")
         elif w in ("in_out", "out_in"):
             in_out = w == "in_out"
         elif w == "rows":

@@ -132,7 +132,7 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
     if codes.endswith("_blocks"):
         if dtype != "U8" or shape[-1:] != (16,) or grid != shape[:-1]:
             raise ConflictError(
-                f"`{codes}` {list(shape)} and `{scale}` {list(grid)} are no MXFP4 blocks of 16 bytes", where=where
+                f"`{codes}` {list(shape)} and `{scale}` {list(grid)} are not MXFP4 blocks of 16 bytes", where=where
             )
         *lead, n, k = (*shape[:-2], shape[-2] * 32)
         return Coded(

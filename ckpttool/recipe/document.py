@@ -164,7 +164,7 @@ def read_text(path: Place) -> str:
     except OSError as e:
         raise UsageError(f"the recipe cannot be read: {e.strerror}", where=str(path)) from None
     except UnicodeDecodeError:
-        raise UsageError("the recipe is no UTF-8 text", where=str(path)) from None
+        raise UsageError("the recipe is not valid UTF-8", where=str(path)) from None
 
 
 def home(recipe: Place) -> Path | None:

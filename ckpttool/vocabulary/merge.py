@@ -176,7 +176,7 @@ class MergedVocabulary:
         number = self.inputs[row.model].vocabulary.tokens.get(name) if isinstance(name, str) else name
         if number is None or not 0 <= number < matrices[source][1]:
             raise ConflictError(
-                f"the row of token {token!r} is to be that of {name!r}, which the model does not have", where=label
+                f"the row of token {token!r} should be that of {name!r}, which the model does not have", where=label
             )
         return source, number
 

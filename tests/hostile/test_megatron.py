@@ -183,5 +183,5 @@ def test_links_are_not_carried(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [math.nan, math.inf, -1.0, 3.5])
 def test_steps_that_are_none(step: float) -> None:
-    with pytest.raises(UnsupportedError, match="is no number of steps"):
+    with pytest.raises(UnsupportedError, match="is not a number of steps"):
         groups_of(TrainingState(steps={"a": step}), {"a": (2,)}, experts_apart=False)

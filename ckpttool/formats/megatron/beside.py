@@ -41,7 +41,7 @@ _OF_RUN = frozenset({"args", "load", "save", "no_save_optim", "no_save_rng", "no
 """Arguments of a source that are about its run, not about the model."""
 _NOT_VALUES = frozenset({"params", "param_names", "step"})
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
-_LEAVE = "leave the optimizer out: --only model"
+_LEAVE = "omit the optimizer: --only model"
 
 
 class GroupIdentity(NamedTuple):
@@ -151,7 +151,7 @@ def _step(training: base.TrainingState, names: Mapping[str, Any]) -> int:
     (first, step), *others = steps.items()
     for s in steps.values():
         if s < 0 or not float(s).is_integer():
-            raise UnsupportedError(f"{s} is no number of steps", hint=_LEAVE)
+            raise UnsupportedError(f"{s} is not a number of steps", hint=_LEAVE)
     for name, s in others:
         if s != step:
             raise UnsupportedError(
@@ -187,8 +187,8 @@ def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bo
         samples = said.get("consumed_train_samples", 0)
         out["opt_param_scheduler"] = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
         notes.append(
-            "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler, which"
-            f" goes on with yours after {samples:,} samples"
+            "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler; it"
+            f" starts your schedule at sample {samples:,}"
         )
     if (request.source is None or request.source.dialect != request.dialect) and (needed := options(args)):
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take all of them: pass also {' '.join(needed)}")

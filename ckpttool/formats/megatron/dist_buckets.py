@@ -42,7 +42,7 @@ _OWNER = re.compile(r"(?:chained_(?P<chain>\d{1,3})\.)?optimizer\.distributed\.d
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-_HINT = "save it once more with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out with --only model"
+_HINT = "save it once more with --dist-ckpt-optim-fully-reshardable, or omit the optimizer with --only model"
 
 BucketSlice = tuple[str, str, Box, StoredTensor]
 """(state, parameter, box of the whole parameter, what holds it)."""

@@ -26,7 +26,7 @@ MASTERS = frozenset(("param", "fp32_param"))
 """States that are the weights themselves."""
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.(?P<state>\w+)\.(?P<key>.+)")
 _OWN = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.")
-_RESHARD = "save it once more with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out with --only model"
+_RESHARD = "save it once more with --dist-ckpt-optim-fully-reshardable, or omit the optimizer with --only model"
 
 
 class ParameterState(NamedTuple):

@@ -144,7 +144,7 @@ def _check(request: base.WriteRequest) -> None:
     if not any(t.component == "model" for t in request.ranks[0]):
         raise UnsupportedError(
             "a save of Megatron's holds the model, and the state of its optimizer beside it",
-            hint="add --only model, or leave --only out",
+            hint="add --only model, or omit --only",
         )
     odd = next((t for t in request.ranks[0] if t.component == "model" and t.dtype not in _FLOATS), None)
     if odd is not None:
@@ -299,8 +299,8 @@ class _WrittenState:
         self._made = {*self.trained}.difference(found.get((_MASTERS, ""), ()))
         if lacking := [n for n in self.trained if n in self._made and dtypes.get(n) not in _WIDENED]:
             raise UnsupportedError(
-                f"there is no master weight of `{lacking[0]}`, which Megatron's optimizer goes on from",
-                hint="leave --only out, or name model and master_weights, too",
+                f"there is no master weight of `{lacking[0]}`, which Megatron's optimizer resumes from",
+                hint="omit --only, or also name model and master_weights",
             )
         made = any(dtypes[n] != "F32" for n in self._made)
         self.notes = [_MASTERS_MADE] if made else []
@@ -329,7 +329,7 @@ def _check_adam(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise UnsupportedError(
             f"Megatron's distributed optimizer is Adam, and `{name}` has "
             + (f"no `{lacks[0]}`" if lacks else f"`{odd[0]}`, which does not have its shape"),
-            hint="leave the optimizer out: --only model",
+            hint="omit the optimizer: --only model",
         )
 
 
@@ -412,12 +412,12 @@ class _DistLayout:
             if tensor.elements != prod(tensor.shape) and tensor.component != "model":
                 raise UnsupportedError(
                     f"`{fqn}` holds the state of the optimizer for all layers, and some of them have none (frozen?)",
-                    hint="leave the optimizer out: --only model",
+                    hint="omit the optimizer: --only model",
                 )
             if tensor.elements != prod(tensor.shape):
                 raise ConflictError(
                     f"of `{fqn}` {list(tensor.shape)}, {tensor.elements:,} of {prod(tensor.shape):,} elements are here",
-                    hint="a layer or an expert is missing: leave --keep-keys and --remove-keys out",
+                    hint="a layer or an expert is missing: omit --keep-keys and --remove-keys",
                 )
             self.described[fqn] = DcpTensor(tensor.dtype, tensor.shape, tensor.chunks)
         self._open.clear()

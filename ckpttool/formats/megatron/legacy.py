@@ -280,7 +280,7 @@ class _LegacyReader:
                 self.left[printable(key, 60)] = None
             else:
                 raise UnsupportedError(
-                    f"`{printable(key)}` is no plain tensor",
+                    f"`{printable(key)}` is not a plain tensor",
                     where=where,
                     hint="parameters in FP8 (--fp8-param-gather) are not read: save without it",
                 )
@@ -373,7 +373,7 @@ def _model(file: TorchFile, where: str) -> Iterator[tuple[int, str, Any]]:
                 hint="convert it with Megatron-LM's tools/checkpoint/convert.py: --loader legacy --saver core",
             )
         if not isinstance(model, dict):
-            raise CorruptError(f"`{key}` is no dict of tensors", where=where)
+            raise CorruptError(f"`{key}` is not a dict of tensors", where=where)
         for name, value in model.items():
             yield chunk, str(name), value
 

@@ -47,9 +47,9 @@ _BUFFER = re.compile(r"\.(?:expert_bias|local_tokens_per_expert|global_tokens_pe
 """Buffers that modules hold beside parameters."""
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
 """Fields that tell groups from each other, as Megatron itself does it when it loads them."""
-_OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM writes it anew"
+_OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM rewrites it"
 _FROZEN = "where parameters were frozen, save with --ckpt-format torch_dist, which names those that are trained"
-_WITHOUT = "or leave the optimizer out: --only model"
+_WITHOUT = "or omit the optimizer: --only model"
 
 FindTensors = Callable[[LegacyTensor, StoredTensor], Iterable[StoredTensor]]
 """The tensors of the whole model that a tensor of a rank stands for."""
@@ -373,7 +373,7 @@ class Optimizers:
                 elif what == STEP and type(value) in (int, float):
                     stored = numbers.place(value, file.info)
                 else:
-                    self._notes[f"`{printable(str(what))}` of the optimizer is no tensor, and is left out"] = None
+                    self._notes[f"`{printable(str(what))}` of the optimizer is not a tensor and is skipped"] = None
                     continue
                 if what == STEP:
                     stored = stored._replace(shape=(), strides=None)
@@ -405,7 +405,7 @@ class Optimizers:
         for group, mine in zip(lists, halves, strict=True):
             for value, held in zip(group, mine, strict=True):
                 if not isinstance(value, TorchTensor):
-                    raise CorruptError("a master is no tensor", where=str(file.info.place))
+                    raise CorruptError("a master weight is not a tensor", where=str(file.info.place))
                 stored = self._placed(value, held, "the master", file, number)
                 self._own.append(_LegacyState(held, MASTERS, "", stored._replace(rank=held.stored.rank)))
 

@@ -30,7 +30,7 @@ from ckpttool.formats.megatron.groups import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _VECTORS = ("param", *_MOMENTS)
-_LEAVE = "leave the optimizer out: --only model"
+_LEAVE = "omit the optimizer: --only model"
 _NAMED = f"write --to megatron-dist, whose files name the parameters that have state; or {_LEAVE}"
 _ONE_BUCKET = {"overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None}
 """How the vectors are laid out; with parameters of other sizes than multiples of 64 elements it makes a difference."""

@@ -111,7 +111,7 @@ class _LegacyLayout:
             raise UnsupportedError(
                 f"`{alone}`: Megatron's files hold the state of a weight together with the weight, which is left out",
                 where=alone,
-                hint="leave --only out",
+                hint="omit --only",
             )
         self.files: list[base.OutFile] = []
         self.places: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.mesh.world)]

@@ -261,7 +261,7 @@ def _read_head(raw: _HeadCursor) -> TensorRecord:
     for _ in range(levels):
         (size,) = raw.unpack("<Q")
         if size % 8:
-            raise _HeadError(f"a level of detail has {size:,} bytes, which are no 64-bit numbers")
+            raise _HeadError(f"a level of detail has {size:,} bytes, which are not 64-bit numbers")
         raw.skip(size)
     version, length = raw.unpack("<Ii")
     if version:

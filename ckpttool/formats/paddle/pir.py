@@ -169,7 +169,7 @@ class _PirReader:
             else:
                 stream.value()
         if "base_code" not in seen:
-            program.report("magic", "there is no `base_code`: no PIR program")
+            program.report("magic", "there is no `base_code`: not a PIR program")
             raise _StopError
         if "program" not in seen or not program.blocks:
             program.report("structure", "there is no `program` with a region and a block")

@@ -365,7 +365,7 @@ class _BytecheckpointReader:
                 "nothing says whose state the optimizer has: its parameters are numbers, and their shapes leave more"
                 " than one order, or none",
                 where=str(part.info.place),
-                hint="save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with"
+                hint="save it with torch's get_optimizer_state_dict, which names them; or omit the optimizer with"
                 " --only model",
             )
             self.notes.append(f"the optimizer is not read: {why.what}")
@@ -384,7 +384,7 @@ def _described(fields: Mapping[str, Any], path: Place) -> tuple[dict[tuple[str, 
         if isinstance(data, bytes) and isinstance(index, PickledObject):
             fqn, offset = index.fields.get("fqn"), index.fields.get("offset") or ()
             if type(fqn) is not str or type(offset) is not tuple or any(type(n) is not int for n in offset):
-                raise CorruptError("all_tensor_metadata has a key that is no chunk", where=str(path))
+                raise CorruptError("all_tensor_metadata has a key that is not a chunk", where=str(path))
             out[fqn, offset] = data
     return out, [str(name) for name in order]
 

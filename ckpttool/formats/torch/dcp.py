@@ -36,7 +36,7 @@ from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import expect
 
 _CUT = "omit it; --sharding-out sets the number of files"
-_NAMES = "save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with --only model"
+_NAMES = "save it with torch's get_optimizer_state_dict, which names them; or omit the optimizer with --only model"
 
 
 class DistributedCheckpoint:

@@ -126,7 +126,7 @@ class _MetadataParser:
         for fqn in dict.fromkeys((*order, *described)):
             what = described[fqn]
             if type(fqn) is not str:
-                self.corrupt("a tensor has a name that is no text")
+                self.corrupt("a tensor has a name that is not a string")
             if paths and fqn not in paths:  # its planner writes those of all values, or of none
                 self.corrupt(f"the metadata says no path of `{printable(fqn)}`, and those of other values")
             path = self.path_of(paths.get(fqn), fqn)
@@ -154,7 +154,7 @@ class _MetadataParser:
             if type(name) is not str or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
                 self.corrupt(f"the place of `{printable(str(fqn))}` is not a file, an offset and a length")
             if type(fqn) is not str:
-                self.corrupt("a place is said for a name that is no text")
+                self.corrupt("a place is given for a name that is not a string")
             key = (fqn, None if offset is None else self.size(offset, fqn))
             span = (self.number(name), begin, length)
             if out.setdefault(key, span) != span:

@@ -350,7 +350,7 @@ class _FsdpRanks:
         return found
 
     def _refuse(self, why: str, where: str, hint: str) -> None:
-        hint = f"{hint}; or leave the optimizer out with --only model"
+        hint = f"{hint}; or omit the optimizer with --only model"
         self.refused[COMPONENT] = UnsupportedError(
             f"nothing says whose state the optimizer has: {why}", where=where, hint=hint
         )

@@ -55,7 +55,7 @@ _OTHER_KINDS = {
     **dict.fromkeys(("old_dirs", "prev_flat_grad"), "L-BFGS, which has one state for all parameters"),
 }  # fmt: skip
 """States by which optimizers are known whose state is not of the shape of parameters."""
-_ALONE = "leave the optimizer out with --only model"
+_ALONE = "omit the optimizer with --only model"
 _NAMED = (
     "save it with named parameters (torch.optim.AdamW(model.named_parameters())), give the model as pytorch_model.bin"
     f" in place of safetensors, or {_ALONE}"

@@ -176,7 +176,7 @@ class _UniversalReader:
             return torch.place(value, STEP, self._file(torch))._replace(shape=(), strides=None)
         if type(value) in (int, float):
             return numbers.place(value, torch.info)
-        raise CorruptError("the step is no number", where=str(torch.info.place))
+        raise CorruptError("the step is not a number", where=str(torch.info.place))
 
     def _optimizer(self, states: ModelStates) -> tuple[StoredTensor | None, Sequence[base.ParamGroup]]:
         """The step where it is said once for all, and the groups of optimizer_state.pt."""

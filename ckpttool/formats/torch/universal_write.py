@@ -33,7 +33,7 @@ _WIDENED = frozenset({"F32", "BF16", "F16"})
 _STAGE3 = frozenset({"exp_avg", "exp_avg_sq", STEP})
 """States that stage 3 asks for."""
 _MOST_GROUPS = 64
-_LEAVE = "leave the optimizer out: --only model,master_weights"
+_LEAVE = "omit the optimizer: --only model,master_weights"
 
 
 def write_universal(request: base.WriteRequest) -> base.FileLayout:
@@ -120,7 +120,7 @@ def _check(
     if lacking := [n for n in trained if n not in masters]:
         raise UnsupportedError(
             f"there is no master weight of `{lacking[0]}`, which DeepSpeed trains on from",
-            hint="a universal checkpoint needs the master weights of the source: leave --only out, or name"
+            hint="a universal checkpoint needs the master weights of the source: omit --only, or name"
             " master_weights too",
         )
     if not trained:

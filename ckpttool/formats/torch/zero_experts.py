@@ -50,7 +50,9 @@ def expert_weights(
     out: dict[str, StoredTensor] = {}
     for name, torch in zip(names, read_each(read_torch, [save.path(n) for n in names]), strict=True):
         if not isinstance(torch.value, dict) or not all(isinstance(v, TorchTensor) for v in torch.value.values()):
-            raise CorruptError("this is not a file of an expert: it is no dict of tensors", where=str(save.path(name)))
+            raise CorruptError(
+                "this is not a file of an expert: it is not a dict of tensors", where=str(save.path(name))
+            )
         files.append(torch.info)
         for key, tensor in torch.value.items():
             if str(key) in out or str(key) in states.module:
@@ -94,5 +96,5 @@ def shared_optimizer(save: Listing, states: ModelStates, counts: Collection[int]
         why = "its state of the experts lies on several ranks (expert parallelism), and no file says whose it is"
     elif files or (not counts and states.rest.get("optimizer")):
         why = "without ZeRO it has numbers in place of the names of the experts' parameters"
-    hint = "leave it out with --only model, or train with ep_size 1 and ZeRO: the weights of all experts are read"
+    hint = "omit it with --only model, or train with ep_size 1 and ZeRO: the weights of all experts are read"
     return UnsupportedError(why, where=where, hint=hint) if why else None

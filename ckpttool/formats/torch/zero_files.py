@@ -260,7 +260,7 @@ def _shapes(value: Any, where: str) -> dict[str, tuple[int, ...]]:
         raise CorruptError("the shapes of parameters are not a dict", where=where)
     for name, shape in value.items():
         if not isinstance(shape, (tuple, list)) or any(type(n) is not int or n < 0 for n in shape):
-            raise CorruptError(f"the shape of `{printable(str(name))}` is no shape", where=where)
+            raise CorruptError(f"the shape of `{printable(str(name))}` is not a shape", where=where)
     return {str(name): tuple(shape) for name, shape in value.items()}
 
 

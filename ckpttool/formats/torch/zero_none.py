@@ -60,7 +60,7 @@ def add_optimizer(stored: StoredCheckpoint, file: TorchFile, value: Any, buffers
             UnsupportedError(
                 "nothing says which of the parameters are in the vectors of its groups",
                 where=str(file.info.place),
-                hint="train with ZeRO, whose files say it; or leave the optimizer out with --only model",
+                hint="train with ZeRO, whose files say it; or omit the optimizer with --only model",
             ),
         )
         return

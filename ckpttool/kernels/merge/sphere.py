@@ -232,7 +232,7 @@ def multislerp(tensor: MergeTensor) -> Program:
         if count > 2 and products.any():
             raise UsageError(
                 f"the models' directions in `{tensor.name}` cancel, so that their mean has none",
-                hint="change the weights, or leave a model out",
+                hint="change the weights, or omit a model",
             )
         coefficients = weights
     return _flat(tensor, coefficients)
