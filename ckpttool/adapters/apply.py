@@ -1,4 +1,4 @@
-"""From an adapter and the names and shapes of a base to the terms that are added to each base tensor.
+"""Resolve an adapter with the names and shapes of a base: the terms that are added to each base tensor.
 
 Everything is worked out for layers that are stored as [out, in], as torch has them: ``up`` is [out, rank], ``down`` is
 [rank, in]. Where the base stores a layer as [in, out], both are transposed and change places.
@@ -51,7 +51,7 @@ _SHOWN = 5
 
 
 class Spot(NamedTuple):
-    """Where outputs of a trained layer lie in the base."""
+    """A place in the base for outputs of a trained layer."""
 
     name: str
     size: int
@@ -208,7 +208,7 @@ class _Match:
         return dict.fromkeys([*(p.target for p in self.adapter.pairs), *self.adapter.whole])
 
     def lost(self) -> list[str]:
-        """Those for which the base has no place under the same name."""
+        """Names of tensors without a place in the base."""
         return [name for name in self._wanted() if not self._known(name)]
 
     def _align(self) -> None:
@@ -241,7 +241,7 @@ class _Match:
         self.notes.append(f"names that begin with `{old}` in the adapter begin with `{new}` in the base")
 
     def _spots(self, target: str, out: int) -> list[Spot]:
-        """Where the outputs of a trained weight lie; [] when the base has no place for it."""
+        """The places of a trained weight's outputs; [] when the base has no place for it."""
         if target in self.base:
             return [Spot(target, out)]
         stem, _, layer = target.removesuffix(".weight").rpartition(".")
@@ -386,7 +386,7 @@ class _Match:
     # -- stacked experts
 
     def _holder(self, target: str, choice: str) -> StackedWeight | None:
-        """Where a stacked weight lies, if the base has a place for it."""
+        """The stacked weight of the base for a trained one, if there is one."""
         name = f"{target}.{choice}" if choice else target
         shape = self.base.get(name)
         if shape is not None:

@@ -37,7 +37,7 @@ class Pair(NamedTuple):
     b: str
     """Tensor name of the factor next to the output."""
     rank: int
-    """As the config gives it; of each expert, if stacked."""
+    """Rank in the config; of each expert, if stacked."""
     factor: float
     choices: tuple[CandidateParameter, ...] = ()
     """Stacked weights of PEFT, in place of rank and factor."""
@@ -147,7 +147,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """By the name of the base tensor, in the order of the base; every tensor of the adapter is used."""
+    """Changes by the name of the base tensor, in the order of the base; every tensor of the adapter is used."""
 
     table: dict[str, Change]
     notes: tuple[str, ...] = ()

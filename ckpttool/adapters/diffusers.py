@@ -33,9 +33,9 @@ from ckpttool.storage.place import open_file
 
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
-"""In the header: the LoraConfig of each part as JSON, as diffusers writes it."""
+"""Header entry: the LoraConfig of each part as JSON, as diffusers writes it."""
 _OTHERS = (peft.STEM, "peft_model", "model", "diffusion_pytorch_model")
-"""How files begin that are something else."""
+"""Prefixes of files of other kinds."""
 DENOISERS = ("transformer", "unet")
 """Parts that sd-scripts calls ``lora_unet``."""
 _PARTS = (*DENOISERS, "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")

@@ -1,4 +1,4 @@
-"""From changes of tensors as a model holds them in memory to changes of those in its files.
+"""Translate changes of tensors in memory to changes of those in the files.
 
 transformers 5 stacks experts and joins their gate and up projections; a renamed module is one that has one share.
 """

@@ -38,7 +38,7 @@ class _Token(NamedTuple):
     kind: str
     text: str
     column: int
-    """Where it starts, from 1."""
+    """Column where it starts, from 1."""
 
 
 _Attributes = Mapping[str, tuple[_Token, str | int]]

@@ -18,7 +18,7 @@ PLACEHOLDER = re.compile(r"\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID")
 
 
 class StatementPlace(NamedTuple):
-    """Where a statement stands, for messages."""
+    """The place of a statement, for messages."""
 
     file: str
     line: int = 0
@@ -62,7 +62,7 @@ class Statement:
     left: tuple[Var, ...]
     right: tuple[Var, ...]
     text: str
-    """As it was written."""
+    """Text as it was written."""
     place: StatementPlace
     axis: int | None = None
     permute: tuple[int, ...] | None = None
@@ -108,6 +108,6 @@ class Statement:
 
     @property
     def where(self) -> list[str]:
-        """For an error: the place and the text."""
+        """The place and the text, for an error."""
         what = [self.place.at(), self.text]
         return [*what, f"turned round: {self}"] if self.inverted else what

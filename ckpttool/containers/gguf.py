@@ -37,7 +37,7 @@ _CODED = {
     15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-"""Those that are not read."""
+"""Block types that are not read."""
 _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
 
 
@@ -49,9 +49,9 @@ class GgufTensor(NamedTuple):
     """Dtype of its elements; F32 where they are Q8_0."""
     shape: tuple[int, ...]
     offset: int
-    """In the file."""
+    """Byte offset in the file."""
     nbytes: int
-    """In the file."""
+    """Bytes in the file."""
     coded: bool
     """Its elements are Q8_0."""
 
@@ -61,7 +61,7 @@ class GgufFile(NamedTuple):
 
     info: DataFile
     keys: dict[str, Any]
-    """Without long arrays, which are None."""
+    """Metadata without long arrays, which are None."""
     tensors: list[GgufTensor]
 
 

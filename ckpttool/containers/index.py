@@ -69,7 +69,7 @@ def is_member(name: str, named: Collection[str]) -> bool:
 
 
 def misplaced(file: str) -> str:
-    """Why what an index names is no file beside it; "" for what may be one."""
+    """Reason why an index's entry cannot be a file beside it; "" if it can."""
     if not file:
         return "which is not a name"
     if "/" in file or "\\" in file or file == "..":
@@ -96,12 +96,12 @@ class Settled(NamedTuple):
     mapping: dict[str, str]
     total: int
     fields: dict[str, Any]
-    """Beside the map and the total."""
+    """Fields besides the map and the total."""
     notes: list[str]
 
 
 class IndexRules:
-    """How a format's indexes differ from Hugging Face's, whose rules these are."""
+    """A format's rules for indexes; the defaults are Hugging Face's."""
 
     stems: Mapping[str, str] = MappingProxyType({})
     """Stems of the sets that have an index each -> what they hold. None: a checkpoint is one set, of any stem."""

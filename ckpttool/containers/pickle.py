@@ -213,7 +213,7 @@ class PickleVocabulary(NamedTuple):
     writer: str
     """Completes "which ... does not"."""
     danger: str
-    """Who would run what is refused: a hint."""
+    """Hint that names who would run the refused code."""
     calls: Mapping[tuple[str, str], Call]
     """Functions and classes by module and name."""
     records: Mapping[tuple[str, str], str] = {}
@@ -221,7 +221,7 @@ class PickleVocabulary(NamedTuple):
     refuses: Callable[[Global], bool] = lambda _: True
     """Whether another name refuses the pickle. If not, it becomes an inert PickledObject wherever it is used."""
     builds: Mapping[type, Callable[[Machine, Any, Any], None]] = {}
-    """How values of a type take the state that BUILD gives them, besides numpy's and ``records``."""
+    """Functions that set the state from BUILD on values of a type, besides numpy's and ``records``."""
     opcodes: Mapping[int, Callable[[Machine], None]] = {}
     """Besides the machine's own."""
     plain: frozenset[type] = frozenset()
@@ -243,7 +243,7 @@ class Machine:
         self.decoded = info._replace(encoding=self.encoding)
         self.protocol = 0
         self.text_at: dict[int, int] = {}
-        """Where short texts of protocol 2 begin, by their identity: some are the elements of an array."""
+        """Offsets of short texts of protocol 2, by their identity: some are the elements of an array."""
         # The window of the file that is in memory.
         self.buffer = b""
         self.base = 0

@@ -96,10 +96,10 @@ _OPENS = frozenset(f"{m}.{n}" for m in ("io", "_io") for n in ("open", "open_cod
 
 MAX_NAMES = 1000
 MAX_OPCODES = 1 << 24
-"""In one file: metadata of half a million shards. What is longer is reported as "?"."""
+"""Most opcodes in one file: metadata of half a million shards. What is longer is reported as "?"."""
 _FEW_OPCODES = 1 << 19
-"""That may be in any file, in a second. A larger file may have one for each of its bytes: in those of torch.save, which
-are not compressed, it has no more, and a small file that unpacks to many is not worth the time."""
+"""Opcodes that may be in any file: about a second. A larger file may have one for each of its bytes: in those of
+torch.save, which are not compressed, it has no more, and a small file that unpacks to many is not worth the time."""
 _TEXT = 1 << 12
 _OPCODES = {ord(o.code): o for o in pickletools.opcodes}
 _STRINGS = frozenset(
@@ -112,7 +112,7 @@ _MAX_PASSED = 1 << 28
 """Bytes of the members of a zip that are passed over, or four times those that the file has: a pickle names what it
 needs long before."""
 _MAX_ZIPS = 1 << 16
-"""In one file."""
+"""Most zips in one file."""
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, UnicodeDecodeError)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 _END = struct.Struct("<4s4H2IH")

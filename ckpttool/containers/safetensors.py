@@ -50,7 +50,7 @@ class Header(NamedTuple):
     file: DataFile
     metadata: dict[str, str]
     tensors: list[StoredTensor]
-    """In offset order; ``file`` is the index given to ``read_header``."""
+    """Tensors in offset order; ``file`` is the index given to ``read_header``."""
 
 
 class HeaderProblem(NamedTuple):

@@ -162,7 +162,7 @@ def _size(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _attribute(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
-    """How protocols before 4 name a class inside of another one; a member of an enum is named so, too."""
+    """Resolve a class inside of another one, as protocols before 4 name it; a member of an enum is named so, too."""
     if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
         return machine.call_inert(function, args)
     machine.resolve(args[0].module, f"{args[0].name}.{args[1]}")

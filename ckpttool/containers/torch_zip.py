@@ -48,11 +48,11 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 FULL = 0xFFFFFFFF
 _CRC_AT = 14
-"""In a local header."""
+"""Offset of the checksum in a local header."""
 _STEP = 1 << 20
 """Bytes that are in memory while a CRC is taken."""
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
-"""How protocols 0 and 1 write MAGIC, before torch 1.6."""
+"""MAGIC in protocols 0 and 1, before torch 1.6."""
 _COUNTING = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 """Dtypes of steps -> formats of ``struct``."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
@@ -66,7 +66,7 @@ class TorchFile:
     value: Any
     """Plain values, Records, and a Tensor for every tensor."""
     storages: Mapping[str, tuple[int, int]]
-    """Where the bytes of each storage lie: (byte offset, bytes)."""
+    """Places of the bytes of each storage: (byte offset, bytes)."""
 
     def place(self, tensor: TorchTensor, name: str, file: int) -> StoredTensor:
         """The bytes of a tensor. Raises UnsupportedError for a dtype, CorruptError for a view that leaves its storage.
@@ -149,7 +149,7 @@ def member_sums(path: Place) -> Iterator[tuple[str, int, int]]:
 
 
 def _begin(source: _ZipSource) -> int:
-    """Where the last zip of several begins."""
+    """Offset of the last zip of several."""
     tail_at = max(source.begin, source.end - END.size - LOCATOR.size)
     tail = source.pread(tail_at, source.end - tail_at)
     at = source.end - END.size
@@ -172,7 +172,7 @@ class TorchSlices:
 
     def __init__(self) -> None:
         self._heads: dict[int, dict[_ZipHead, None]] = {}
-        """By length of the slice: how long heads are, the longest first."""
+        """Heads by their length, the longest first."""
         self._known: dict[tuple[int, bytes], TorchFile] = {}
 
     def read(self, file: OpenFile, begin: int, end: int) -> TorchFile:
@@ -199,7 +199,7 @@ class _ZipHead(NamedTuple):
 
     size: int
     crc: int
-    """Where the checksum of the tensor is, in the storage's local header; -1 without a tensor."""
+    """Offset of the tensor's checksum, in the storage's local header; -1 without a tensor."""
 
     def masked(self, data: bytes) -> bytes:
         """The head without that checksum."""
@@ -303,7 +303,7 @@ def _read_zip(source: _ZipSource) -> tuple[TorchFile, _ZipHead | None]:
         return at, m.size
 
     told = 0
-    """Where all that is no storage ends."""
+    """End of everything that is not a storage."""
     if top + "byteorder" in members:
         at, n = place(top + "byteorder")
         told = at + n

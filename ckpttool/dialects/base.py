@@ -14,7 +14,7 @@ from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.statements import Transform
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By name."""
+"""Shapes by name."""
 Statements = tuple[Transform, ...]
 """Statements from Hugging Face's published names to others."""
 
@@ -31,7 +31,7 @@ class NamingContext(NamedTuple):
 
     family: Family
     config: Mapping[str, Any]
-    """In Hugging Face's fields."""
+    """Config in Hugging Face's fields."""
     mesh: Mesh
     fused: str = ""
     """``fuse`` or ``unfuse``: with all fusions, or without any; "" is what the dialect has."""
@@ -113,11 +113,12 @@ class Dialect(ABC):
         return "model"
 
     def version_of(self, config: Mapping[str, Any], versions: Sequence[str]) -> str:
-        """Which of these versions (not empty) a model with this config is for; the first one when nothing says so."""
+        """The one of these versions (not empty) that a model with this config is for; the first one when nothing says
+        so."""
         return versions[0]
 
     def version_called(self, name: str) -> str:
-        """Which version of this dialect the dialect ``name`` is; "" for none."""
+        """The version of this dialect that the dialect ``name`` is; "" for none."""
         return ""
 
     def published_config(self, config: Mapping[str, Any]) -> dict[str, Any]:

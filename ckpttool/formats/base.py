@@ -37,7 +37,7 @@ class ReadOptions:
     select: str = ""
     """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
     parts: tuple[str, ...] = ()
-    """Those that are meant of a directory of several models; () is all."""
+    """Chosen models of a directory of several; () is all."""
     part: str = ""
     """The name of the part that this is."""
     beside: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class TensorShare(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the tensor of the files."""
     axes: tuple[int, ...]
-    """Those of the tensor in memory that it has."""
+    """Axes of the tensor in memory that it has."""
 
 
 class ModelForm(NamedTuple):
@@ -125,7 +125,7 @@ class StoredCheckpoint:
     tensors: list[StoredTensor]
     mesh: Mesh
     dialect: str = "hf"
-    """Whose names, fusions and orientation the tensors have; "" is whichever of those that the family knows has such
+    """Dialect of the tensors' names, fusions and orientation; "" is whichever of those that the family knows has such
     names, else Hugging Face's."""
     fused: str = ""
     """``fuse`` or ``unfuse`` when the family's fusions were applied on top of these names."""
@@ -209,7 +209,7 @@ class WriteRequest:
     training: TrainingState | None = None
     """The values beside tensors that a trainer resumes from; its parameters have the names of the output."""
     source: StoredCheckpoint | None = None
-    """Where the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
+    """The checkpoint that the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
 
     @property
     def native(self) -> Any:
@@ -233,7 +233,7 @@ class Capabilities(NamedTuple):
     components: tuple[str, ...] = ("model",)
     """Other components of a source are left out, and a note says so."""
     meshes: str = ""
-    """Those that it can hold, in words; "" holds whole tensors only."""
+    """Meshes that it can hold, in words; "" holds whole tensors only."""
     targets: tuple[str, ...] = ()
     """Values of --target, the default first."""
     namings: tuple[str, ...] = ()
@@ -265,7 +265,7 @@ class Capabilities(NamedTuple):
     records_shapes: bool = False
     """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
-    """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
+    """Those of ``fuse`` and ``unfuse`` whose result the format's own software cannot read."""
     float32: tuple[str, ...] = ()
     """Patterns of model weights that its software keeps in float32, whatever --dtype says."""
     counts_steps: bool = False
@@ -289,7 +289,8 @@ class Capabilities(NamedTuple):
     optimizer_beside: bool = False
     """A file of torch's optimizer may lie beside the model, ``optimizer.pt``."""
     states: str = ""
-    """Whose names the states of optimizers have, ``torch`` or ``paddle`` (``core.optimizer_states``); "" keeps them."""
+    """Convention of the names of optimizers' states, ``torch`` or ``paddle`` (``core.optimizer_states``); "" keeps
+    them."""
     own_files: str = ""
     """Pattern of names of weights that files of its own have, which may hold no tensors."""
     instead: str = ""
@@ -345,7 +346,7 @@ class FileLayout(NamedTuple):
 
 
 class Reader(Protocol):
-    """How one piece of software's files are read."""
+    """The reader of one piece of software's files."""
 
     name: str
     capabilities: Capabilities
@@ -362,12 +363,12 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Writer(Protocol):
-    """How they are written. A reader without a writer is of a format that is only read."""
+    """The writer of one piece of software's files. A format that is only read has none."""
 
     name: str
     capabilities: Capabilities
     dialect: str
-    """Whose names the files have; "" keeps those of the source."""
+    """Dialect of the files; "" keeps those of the source."""
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """The mesh that this target will have when ``asked`` for; ``said`` are the sizes that a flag named."""
@@ -400,9 +401,9 @@ class KeptFile(NamedTuple):
 
     file: DataFile
     name: str
-    """In what is left."""
+    """Name after the removal."""
     tensors: list[StoredTensor]
-    """Those that stay, as its header says."""
+    """Remaining tensors, as its header says."""
     loses: bool
 
 
@@ -537,7 +538,7 @@ def fill_files(tensors: Sequence[RankTensor], limit: int | None) -> list[list[Ra
 
 
 class RankPlaces(Mapping[str, tuple[int, int]]):
-    """Where the tensors of a rank lie: ``RankTensor.slot`` -> (file, byte offset)."""
+    """Places of a rank's tensors: ``RankTensor.slot`` -> (file, byte offset)."""
 
     __slots__ = ("_files", "_index", "_offsets")
 

@@ -31,7 +31,7 @@ _ADAPTED = re.compile(r"\.(?:lora_(?:A|B|embedding_A|embedding_B|magnitude_vecto
 
 
 def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where the fields of a text model are looked up, the first that has one counts."""
+    """The places of a text model's fields, the first that has one counts."""
     text = config.get("text_config")
     return [config, *([text] if isinstance(text, Mapping) else [])]
 

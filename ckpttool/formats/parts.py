@@ -66,7 +66,7 @@ class PipelineParts:
 
     all: tuple[PipelinePart, ...]
     chosen: tuple[PipelinePart, ...]
-    """Those that are read."""
+    """Parts that are read."""
     named: bool
     """Whether they were asked for by name (``ReadOptions.parts``)."""
     label: str = ""
@@ -75,7 +75,7 @@ class PipelineParts:
     """The line of Python that loads the directory, as in ``FileLayout``."""
 
     def options(self, part: PipelinePart) -> base.OpenOptions:
-        """How one of them is opened by itself."""
+        """Options that open one part by itself."""
         beside = tuple([p.name for p in self.all if p.name not in (ROOT, part.name)]) if part.name == ROOT else ()
         return base.OpenOptions(part.format, base.ReadOptions(part=part.name, beside=beside))
 

@@ -319,7 +319,7 @@ def _record(metadata: Mapping[str, str], path: Place, rank: int) -> dict[str, An
 
 
 class _RankCut(NamedTuple):
-    """How a rank holds a tensor; one object for all tensors that it holds alike."""
+    """The share of a tensor on a rank; one object for all tensors that it holds alike."""
 
     shape: tuple[int, ...]
     """Shape of the logical tensor."""

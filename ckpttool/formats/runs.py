@@ -32,7 +32,7 @@ _STEPS = tuple(
         r"\A(\d{1,18})\Z",
     )
 )
-"""Where a name says the step, the surest first: Lightning's and NeMo's have the epoch in front of it."""
+"""Patterns of the step in a name, the surest first: Lightning's and NeMo's have the epoch in front of it."""
 _SAVE = re.compile(
     r"(?:tmp[-_.])?(?:checkpoint|ckpt|(?:global_?)?step|iter|epoch)[-_=]?\d{1,18}(?:[-_.].*)?|.*(?:step|epoch)=\d{1,18}.*",
     re.IGNORECASE,
@@ -72,7 +72,7 @@ class TrainingRun(NamedTuple):
 
     root: Place
     saves: tuple[RunSave, ...]
-    """In the order of their steps; those that have none come last."""
+    """Saves by step; those without one come last."""
     pointer: str = ""
     """The file, or the link, that names the save from which a trainer goes on."""
     marked: str = ""

@@ -359,7 +359,8 @@ def _number(value: Any, dtype: str) -> Number:
 
 
 def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array, float]:
-    """Where two blocks differ by more than ``atol + rtol * |right|``, and the largest absolute difference there.
+    """Compare two blocks: where they differ by more than ``atol + rtol * |right|``, and the largest absolute difference
+    there.
 
     NaN equals NaN and an infinity itself; the difference from a NaN is NaN.
     """
@@ -396,7 +397,7 @@ def _integers_apart(left: Array, right: Array) -> Array:
 
 
 def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
-    """Where two blocks of one dtype differ in any bit, and the largest absolute difference there."""
+    """Compare two blocks of one dtype: where they differ in any bit, and the largest absolute difference there."""
     kind = np.dtype(f"u{left.dtype.itemsize}") if left.dtype.itemsize <= 8 else np.dtype((np.void, left.dtype.itemsize))
     wrong = np.ascontiguousarray(left).view(kind) != np.ascontiguousarray(right).view(kind)
     wrong = wrong.reshape(left.shape)  # a tensor without axes got one on the way
@@ -412,7 +413,7 @@ def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
 
 
 class Distance:
-    """How far two tensors are apart as a whole, added up over blocks in float64."""
+    """The distance of two tensors as a whole, summed over blocks in float64."""
 
     def __init__(self) -> None:
         self._gap = self._left = self._right = self._dot = 0.0

@@ -141,7 +141,7 @@ class Expressions(ABC):
     def __init__(self) -> None:
         self._layer: int | None = None
         self._known: dict[str, Value] = {}
-        """By name or, in backquotes, by expression."""
+        """Values by name or, in backquotes, by expression."""
         self._in_layer: dict[str, Value] = {}
         """The same for what depends on the layer."""
         self._depends = False
@@ -160,7 +160,7 @@ class Expressions(ABC):
         """An element of a list, called ``of``, as an expression can use it. Raises Refused."""
 
     def enter(self, layer: int | None) -> None:
-        """From here on expressions are those of this layer."""
+        """Evaluate the following expressions in this layer."""
         self._layer = layer
         self._in_layer.clear()
 

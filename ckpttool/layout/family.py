@@ -69,18 +69,18 @@ from ckpttool.layout.statements import (
 
 _T = TypeVar("_T")
 Shapes = Mapping[str, tuple[int, ...]]
-"""By the names of tensors."""
+"""Shapes by the names of tensors."""
 
 _KINDS = ("weight", "bias")
 """Tensors of a module, in its order."""
 _TIES = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Where a file says nothing else."""
+"""Default ties of a family file."""
 TASK_HEADS = ("score.*", "classifier.*", "classification_head.*", "qa_outputs.*", "v_head.*", "regression_head.*")
 """Heads that a model of any family may have in place of its own: every rank holds them whole."""
 
 
 class Placement(NamedTuple):
-    """Where one tensor lives and how it is cut."""
+    """The stage, layer and rule of one tensor."""
 
     rule: Rule
     stage: str
@@ -96,7 +96,7 @@ class _NumberedPlacement(NamedTuple):
 
     found: Placement
     layer_at: int
-    """Which of the numbers is the layer; -1: none."""
+    """Index of the layer's number; -1: none."""
     expert_at: int
     varies: bool
     """The rule depends on the layer."""
@@ -119,7 +119,7 @@ class Family:
     model_types: frozenset[str] = frozenset()
     """Model types of the config and of its language model's part."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
-    """From --replicate and --split; before every rule of the file."""
+    """Rules of --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""

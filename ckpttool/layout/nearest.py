@@ -1,4 +1,4 @@
-"""Which family is nearest to a model that none is for, judged by the names that its rules have.
+"""The nearest family of a model without one, judged by the names that its rules have.
 
 Names of a layer are compared without what stands in front of the layer's number, and other names by their ends: a model
 that is built like another one often has its names under another prefix. Alike names are a hint and no rule: the matrix

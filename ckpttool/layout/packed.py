@@ -67,15 +67,15 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a checkpoint packs its weights."""
+    """A checkpoint's way to pack its weights."""
 
     software: str
     why: str = ""
-    """Why these weights cannot be cut or joined; "" where they can."""
+    """Reason why these weights cannot be cut or joined; "" where they can."""
     in_out: bool = False
     """The tensors are [in, out]."""
     places: tuple[tuple[str, PlaceInPacked], ...] = ()
-    """By the end of a name; that of the integers comes first."""
+    """Places by the end of a name; that of the integers comes first."""
     any_group: bool = False
     """Act-order: an input may be of any group."""
     beside: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ def _rule(rule: Rule, place: PlaceInPacked, in_out: bool, whole: bool) -> Rule: 
 
 
 def find_packing(quant: Mapping[str, Any], dtypes: Mapping[str, str]) -> Packing | None:
-    """How the tensors (name -> dtype) are packed, or None for a checkpoint without packed integers.
+    """The packing of the tensors (name -> dtype), or None for a checkpoint without packed integers.
 
     ``quant`` is what the config says of quantisation.
     """

@@ -43,7 +43,7 @@ class _CutTensor(NamedTuple):
 
 @dataclass(slots=True)
 class _Placements:
-    """How all tensors are cut."""
+    """The placements of all tensors."""
 
     tensors: list[_CutTensor] = field(default_factory=list)
     published: dict[str, Placement | None] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Partitioner:
     names: Mapping[str, str] = field(default_factory=dict)
     """Names in the output (--rename) where they differ; rules go by the name."""
     flag: str = "out"
-    """Which flags a hint names: --tp-out, or --tp."""
+    """Flags that a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[WholeTensor], ranks: Iterable[int] | None = None) -> list[RankTensors]:
@@ -279,5 +279,5 @@ def _is_vocab(*places: Placement | None) -> bool:
 
 
 def _first(numbers: Iterable[int]) -> list[str]:
-    """As many as a hint shows."""
+    """The first numbers, as many as a hint shows."""
     return list(map(str, islice(numbers, 16)))

@@ -82,7 +82,7 @@ class PartSpec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``parse_rule`` reads it."""
+        """The rule's text, as ``parse_rule`` reads it."""
         if not self.length and not self.units:
             return self.name
         apart = "" if self.units == self.length else f"/{self.units}"
@@ -113,7 +113,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """For an error's ``where``."""
+        """The rule's place, for an error's ``where``."""
         return f"{self.origin}: `{self.text}`" if self.origin else f"rule `{self.text}`"
 
 
@@ -331,7 +331,7 @@ def _divisors(n: int, *, shared: bool = False) -> tuple[int, ...]:
 
 
 def _weights(rule: Rule, sizes: Sizes) -> list[int]:
-    """How long the parts of a fused axis are, in a unit that they share."""
+    """Sizes of the parts of a fused axis, in a common unit."""
     found = [unit_count(part.length, sizes, rule) for part in rule.parts]
     return [size.value if size else 1 for size in found]
 

@@ -101,7 +101,7 @@ UNKNOWN = "?"
 def layer_tensors(
     family: Family, config: Mapping[str, Any], stack: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[list[str], list[str]]]]:
-    """Which tensors each layer of a stack has: the lines of the section that hold for it, and the shape of each.
+    """The tensors of each layer of a stack: the lines of the section that hold for it, and the shape of each.
 
     ``stack`` "" is the main one. A line is ``UNKNOWN`` where the config lacks what it needs for every layer alike.
     Also returns for each line the fields of the config from which the conditions that differ from layer to layer, and
@@ -208,7 +208,7 @@ class _ShapeLine:
     counted: str
     """The word of ``_COUNTED`` that its names have, or ""."""
     names: tuple[tuple[str, str], ...]
-    """For each choice among the pattern's alternatives, what stands before and after the number."""
+    """Prefix and suffix of the number, for each choice among the pattern's alternatives."""
 
 
 def _wrong(family: Family, path: Sequence[str], why: str, *, hint: str | None = None) -> LayoutError:

@@ -122,7 +122,7 @@ class _RunBoxes(NamedTuple):
     reached: int
     """Elements from the first one on that the runs hold."""
     wrong: int
-    """Where the first run begins that does not follow the one before it; -1 where all do."""
+    """Start of the first run that does not follow the one before it; -1 where all do."""
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ _MOST_LAYERS = 10_000
 
 
 class SizeSpec(BaseModel):
-    """Where a size comes from: the first config field that is there, else the default; or an expression."""
+    """The source of a size: the first config field that is there, else the default; or an expression."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -276,7 +276,7 @@ class _SizeReader:
         self._layers = layers
         self._read: set[str] = set()
         self._open: list[str] = []
-        """Those that are being read, outermost first."""
+        """Names that are being read, outermost first."""
 
     def run(self) -> None:
         for name in self._vocabulary.specs:

@@ -107,7 +107,7 @@ class ExtendsSpec(_Strict):
 
     family: str
     namings: list[str] = []
-    """Those of that family that hold here, too."""
+    """Namings of that family that also hold here."""
 
 
 class InsideSpec(_Strict):
@@ -118,15 +118,15 @@ class InsideSpec(_Strict):
     family: str = ""
     """"" is what that part names."""
     default: str = ""
-    """Where that part names none."""
+    """Default for a part that names none."""
     names: dict[str, str] = {}
     """Prefix of a name in that family: prefix here. The first that fits."""
     namings: list[str] = []
-    """Those of that family that hold here, too."""
+    """Namings of that family that also hold here."""
 
 
 class TensorStackSpec(_Strict):
-    """Which tensors the layers of another stack have."""
+    """The tensors of the layers of another stack."""
 
     count: int | str
     """How many layers are numbered."""
@@ -136,7 +136,7 @@ class TensorStackSpec(_Strict):
 
 
 class TensorsSpec(_Strict):
-    """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
+    """The tensors of a model; layout/shapes.py reads it, and checks what stands below first, layers and last."""
 
     defaults: dict[str, Default] = {}
     """Config fields that may be missing: what they mean then. A text is an expression."""
@@ -194,17 +194,17 @@ class CacheSpec(_Strict):
 
 
 class StackFieldsSpec(_Strict):
-    """Which fields of config.json speak of the layers of another stack, and in which way."""
+    """Fields of config.json about the layers of another stack."""
 
     counts: list[str] = []
-    """Beside those that the section ``tensors`` counts with."""
+    """Fields that count layers, beside those in the section ``tensors``."""
     each: list[str] = []
     numbers: list[str] = []
     apart: list[str] = []
 
 
 class SlicesSpec(_Strict):
-    """Which fields of config.json speak of layers by number; layout/slices.py reads it, and has those of all families.
+    """Fields of config.json that number layers; layout/slices.py reads it, and has those of all families.
 
     A field may be a path: ``linear_attn_config.kda_layers``.
     """
@@ -250,7 +250,7 @@ class FamilySpec(_Strict):
     shared: dict[str, str] = {}
     """The same, whatever the config says of the head."""
     no_pipeline: str = ""
-    """Why the layers of the model cannot be shared out over pipeline stages; "" where they can."""
+    """Reason why the model's layers cannot be distributed over pipeline stages; "" where they can."""
     fusions: dict[str, FusionSpec] = {}
     namings: dict[str, list[OpSpec]] = {}
     hf_namings: list[str] = []
@@ -265,6 +265,6 @@ class FamilySpec(_Strict):
     """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
 
     def places(self, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Where the fields of a config are looked up, the first that has one counts."""
+        """The places of a config's fields, the first that has one counts."""
         inner = inner_config(self.inside.config, config) if self.inside else {}
         return [inner, config] if inner else config_places(config)

@@ -82,7 +82,7 @@ class Squeeze:
 
 @dataclass(frozen=True, slots=True)
 class OverrideRules:
-    """From here on these tensors have rules of their own."""
+    """Gives these tensors rules of their own for the statements that follow."""
 
     pairs: tuple[tuple[str, Rule], ...]
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are codes and scales, and of what weight: the recipes seen from the other side.
+"""Codes and scales of a checkpoint, and their weights: the recipes seen from the other side.
 
 What a name cannot say is taken from dtypes and shapes, what these cannot say from the config. The names are those of
 ``scheme.py``, and besides
@@ -37,9 +37,9 @@ class Coded(NamedTuple):
     """One quantised weight."""
 
     name: str
-    """In high precision."""
+    """Name in high precision."""
     shape: tuple[int, ...]
-    """In high precision."""
+    """Shape in high precision."""
     codes: str
     """Name of the stored tensor."""
     code: str
@@ -47,7 +47,7 @@ class Coded(NamedTuple):
     scale: str = ""
     """Name of the scales; "" where the codes are the values (FP8 that was cast)."""
     scale_dtype: str = ""
-    """As they are to be read: F8_E8M0 where bytes are exponents."""
+    """Dtype to read scales as: F8_E8M0 where bytes are exponents."""
     block: tuple[int, ...] = ()
     """Elements per scale along each axis of what is coded; [..., out, in] where ``turned``."""
     factor: str = ""
@@ -61,7 +61,7 @@ class Codes:
     """The quantised weights of a checkpoint."""
 
     weights: dict[str, Coded] = field(default_factory=dict)
-    """By the name in high precision."""
+    """Quantised weights by the name in high precision."""
     beside: list[str] = field(default_factory=list)
     """Scales of activations and caches, which mean nothing without the codes."""
 

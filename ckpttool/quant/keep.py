@@ -1,4 +1,4 @@
-"""Which tensors a recipe leaves in high precision.
+"""Tensors that a recipe leaves in high precision.
 
 What everybody keeps: vectors (norms, biases), embeddings and output heads, routers, convolutions, vision towers. What
 published models keep besides is in the presets: DeepSeek quantises its latent projections and shared experts and keeps
@@ -91,7 +91,7 @@ class Treated(NamedTuple):
     forms: tuple[Form, ...]
     """() where it stays as it is."""
     why: str = ""
-    """Why it stays: ``vector``, ``no Linear``, ``--keep``, ``preset``, ``source`` (that has it so), ..."""
+    """Reason to stay: ``vector``, ``no Linear``, ``--keep``, ``preset``, ``source`` (that has it so), ..."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class Keep:
                     raise UsageError(f"{option} `{p}` matches no tensor", hint=pattern_hint(p, names))
 
     def why(self, w: Weight) -> str:
-        """Why the tensor stays as it is; "" if it is to be quantised."""
+        """The reason why the tensor stays as it is; "" if it is to be quantised."""
         if len(w.shape) < 2:
             return "vector"
         if w.dtype not in CASTABLE:

@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How weights are quantised. Make one with ``scheme``, which checks it."""
+    """A quantisation of weights. Make one with ``scheme``, which checks it."""
 
     recipe: str
     method: str

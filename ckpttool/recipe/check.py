@@ -26,9 +26,9 @@ class Words:
     base: str
     models: str
     whole: str
-    """How to give a parameter of the merge; ``{name}`` is its name."""
+    """Syntax of a parameter of the merge; ``{name}`` is its name."""
     each: str
-    """How to give a parameter of a model."""
+    """Syntax of a parameter of a model."""
 
 
 def method_named(name: str, problems: Problems, *, at: str = "") -> Method | None:

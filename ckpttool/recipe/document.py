@@ -35,7 +35,7 @@ class Problems:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Line of each key path."""
     found: list[CkptError] = field(default_factory=list)
-    """In the order of the document."""
+    """Problems in the order of the document."""
     _at: list[int] = field(default_factory=list)
 
     def place(self, path: str) -> str:

@@ -85,7 +85,7 @@ class Setting:
 
 
 Settings = Mapping[str, Setting]
-"""By the parameter's name."""
+"""Settings by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ModelToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """Where a token's embedding comes from."""
+    """The source of a token's embedding."""
 
     source: ModelRef | ModelToken | Literal["zero"] | None = None
     """A model (its own embedding of that token), a certain embedding, zeros; None: as for any other token."""
@@ -296,7 +296,7 @@ def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> Mod
 
 
 class _ModelLookup(NamedTuple):
-    """Where names of models are looked up."""
+    """The places where models' names are looked up."""
 
     beside: Path | None
     hub: bool

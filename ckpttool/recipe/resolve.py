@@ -1,4 +1,4 @@
-"""From a recipe and the models' tensor names to what every tensor of the output is merged from.
+"""Resolve a recipe with the models' tensor names: the inputs of every tensor of the output.
 
 Layers are numbered anew where slices stack them. A tensor without a layer is taken from the first slice's models when
 it embeds tokens or positions (what comes before the layers), from the last slice's otherwise. Of a model with several
@@ -38,7 +38,7 @@ class Merged:
     base_at: int | None
     """Place of the base among the slice's models; after the last one when it is not listed."""
     parameters: tuple[Mapping[str, Scalar], ...]
-    """For each input, complete."""
+    """All parameters of each input."""
     whole: Mapping[str, Scalar]
     """Parameters of the merge, complete."""
     missing: tuple[NamedTensor, ...] = ()
@@ -50,7 +50,7 @@ class Resolved:
     """The output of a merge."""
 
     tensors: tuple[Merged, ...]
-    """In the order of the output: before the layers, the layers, after them."""
+    """Tensors in the order of the output: before the layers, the layers, after them."""
     layers: tuple[tuple[tuple[ModelRef, int], ...], ...]
     """For each layer of the output, the models and their layers that it comes from; () where slices name stacks."""
     stacks: Mapping[str, tuple[tuple[tuple[ModelRef, int], ...], ...]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class _TensorModels:
 
     piece: RecipeSlice
     sources: Sequence[SliceSource]
-    """Without the base."""
+    """Sources without the base."""
     base: ModelRef | None
     base_at: int | None
     models: tuple[ModelRef, ...] = field(default=())
@@ -320,7 +320,7 @@ class _Resolver:
 
 
 def _place(number: int, count: int) -> float:
-    """How far a layer is from the first (0) to the last (1); the only one counts as the last."""
+    """Position of a layer from the first (0) to the last (1); the only one counts as the last."""
     return number / (count - 1) if count > 1 else 1.0
 
 

@@ -52,7 +52,7 @@ class RowRule(NamedTuple):
     """A recipe's rule for a token."""
 
     source: TokenRow | Literal["zero"] | None = None
-    """Where its row comes from; None leaves it to the general rules."""
+    """Source of its row; None leaves it to the general rules."""
     force: bool = False
     """Also in models that have the token."""
 
@@ -114,7 +114,7 @@ class MergedVocabulary:
         return found
 
     def picks(self, which: Sequence[int], rows: Sequence[int]) -> list[Picks]:
-        """For matrices of the inputs ``which`` with these rows: where the rows ``[0, size)`` of each come from."""
+        """Sources of the rows ``[0, size)`` of matrices of the inputs ``which`` with these rows."""
         key = tuple(zip(which, rows, strict=True))
         if key not in self._known:
             self._known[key] = self._picks(key)

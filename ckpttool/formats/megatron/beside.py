@@ -45,7 +45,7 @@ _LEAVE = "omit the optimizer: --only model"
 
 
 class GroupIdentity(NamedTuple):
-    """By what Megatron's loader finds a group."""
+    """The values by which Megatron's loader finds a group."""
 
     is_expert_parallel: bool
     wd_mult: float

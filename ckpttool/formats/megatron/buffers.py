@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat buffer of Megatron Core's distributed optimizer.
+"""Places of parameters in a flat buffer of Megatron Core's distributed optimizer.
 
 A buffer has the parameters of one rank and one dtype in the reverse of the model's order, cut into buckets:
 
@@ -36,7 +36,7 @@ class ParameterBucket(NamedTuple):
     offsets: dict[str, int]
     """Name -> first element in the bucket."""
     elements: int
-    """Without what pads its end."""
+    """Elements without the padding at its end."""
 
 
 def buckets(

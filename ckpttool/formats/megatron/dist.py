@@ -241,7 +241,7 @@ class _DistReader:
         put_joined(buffers, fqn, value, lambda t: held.place(t, fqn, span[0]))
 
     def _optimizers(self, objects: Mapping[str, Span]) -> list[SavedOptimizer]:
-        """Those in common.pt, or the same of each optimizer's first group of ranks."""
+        """The optimizers in common.pt, or the same of each optimizer's first group of ranks."""
         if found := optimizers_of(self.common.get("optimizer")):
             return found
         first: dict[int, tuple[int, str]] = {}
@@ -256,7 +256,7 @@ class _DistReader:
         return found
 
     def _other_arguments(self, model: Mapping[str, DcpTensor]) -> dict[str, Any]:
-        """Those of a save by NeMo or Bridge, which lie beside it; {} where nothing says any."""
+        """The arguments that NeMo or Bridge keep beside a save; {} where there are none."""
         args, where = nemo.arguments_beside(self.save.listing, self.save.beside)
         if args:
             self.notes.append(f"sizes of the model are those of {where}")
@@ -434,4 +434,4 @@ class _Sorted(NamedTuple):
     flat: dict[str, DcpTensor]
     """Flat buffers of the optimizer."""
     objects: dict[str, Span]
-    """Where the optimizer's values are that are no tensors."""
+    """Places of the optimizer's values that are not tensors."""

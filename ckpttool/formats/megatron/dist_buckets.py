@@ -59,7 +59,7 @@ class SavedBucket(NamedTuple):
 
     @property
     def bounds(self) -> frozenset[int]:
-        """Where chunks begin, and the end."""
+        """Starts of the chunks, and the end."""
         chunks = next(iter(self.states.values()), [])
         return frozenset([at for at, _ in chunks] + [self.elements])
 
@@ -77,7 +77,7 @@ class ModelParameters(NamedTuple):
     """The parameters of the model, and how the save cuts them."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By canonical name."""
+    """Shapes by canonical name."""
     dtypes: Mapping[str, str]
     """torch's names."""
     boxes: Mapping[str, Sequence[Box]]
@@ -265,7 +265,7 @@ class Placer:
         raise _NoFitError(f"no number of layers from layer {at} on fits the buffers of their stage, {room:,} elements")
 
     def _copies(self, at: int) -> list[tuple[str, ...]]:
-        """Which copies the last stage may have of the embedding: as the head that is tied to it, or for multi-token
+        """The copies of the embedding that the last stage may have: as the head that is tied to it, or for multi-token
         prediction."""
         if self.sizes.pp == 1:
             return [()]
@@ -276,7 +276,7 @@ class Placer:
         return sum([p.elements for p in self._parameters(self.targets[0], names, 0, experts=False)])
 
     def _parameters(self, target: str, names: _BucketOrder, rank: int, *, experts: bool) -> list[_BucketParameter]:
-        """In the order of ``named_parameters()``."""
+        """A rank's parameters in the order of ``named_parameters()``."""
         held = [n for n in names.all if not self.apart or is_expert(n) == experts]
         called = {
             spelled(
@@ -311,7 +311,7 @@ class Placer:
         *,
         experts: bool = False,
     ) -> Iterator[_Placed]:
-        """Where the parameters of a rank lie, for each dtype. Raises _NoFitError."""
+        """Places of a rank's parameters, for each dtype. Raises _NoFitError."""
         by_dtype: dict[str, list[_BucketParameter]] = {}
         for p in self._parameters(target, names, rank, experts=experts):
             by_dtype.setdefault(self.model.dtypes[_EMBEDDING if p.name in names.copies else p.name], []).append(p)

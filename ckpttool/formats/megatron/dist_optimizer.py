@@ -36,7 +36,7 @@ class ParameterState(NamedTuple):
     name: str
     """torch's, of an optimizer's."""
     key: str
-    """That of the parameter in the model."""
+    """Key of the parameter in the model."""
 
 
 def is_optimizers(fqn: str) -> bool:
@@ -45,7 +45,7 @@ def is_optimizers(fqn: str) -> bool:
 
 
 def state_of(fqn: str) -> ParameterState | None:
-    """Which state of which parameter an entry is."""
+    """The parameter and state of an entry."""
     if (m := _STATE.fullmatch(fqn)) is None:
         return None
     return (

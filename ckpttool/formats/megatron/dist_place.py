@@ -1,4 +1,4 @@
-"""Where a save of Megatron Core's dist_checkpointing is.
+"""Find a save of Megatron Core's dist_checkpointing.
 
 run/latest_checkpointed_iteration.txt    1000, or `release`
 run/iter_0001000/common.pt               all that is not cut: arguments, counters, groups of the optimizer

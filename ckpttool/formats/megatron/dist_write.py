@@ -173,7 +173,7 @@ def _rows(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 class KeyPlace(NamedTuple):
-    """Where a tensor is in the save."""
+    """The place of a tensor in the save."""
 
     key: str
     at: tuple[int, ...]
@@ -343,7 +343,7 @@ class _OpenTensor:
         self.boxes: list[tuple[int, Box]] = []
         self.chunks = TensorChunks(self.boxes)
         self.known: set[Box] = set()
-        """Those that have been written."""
+        """Boxes that have been written."""
 
 
 class _DistLayout:
@@ -403,7 +403,7 @@ class _DistLayout:
             yield logical, t._replace(shape=logical.shape, boxes=cut)
 
     def finish(self) -> dict[str, Span]:
-        """Where the values lie that are no tensors. Raises ConflictError for parts that do not make up the whole.
+        """Places of the values that are not tensors. Raises ConflictError for parts that do not make up the whole.
 
         These are the extra states of modules, which hold FP8's history: a loader asks for them whether there is any or
         not. All of them are the same value, which says that there is none.

@@ -20,13 +20,13 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], called: str) -> None:
         self.values = values
         self.called = called
-        """In front of a name in messages: ``args.`` or ``config.json: ``."""
+        """Prefix of a name in messages: ``args.`` or ``config.json: ``."""
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def name(self, name: str) -> str:
-        """For messages."""
+        """The full name of a field, for messages."""
         return f"`{self.called}{name}`"
 
     def shown(self, name: str) -> str:

@@ -32,7 +32,7 @@ class SavedOptimizer(NamedTuple):
 
 
 def optimizers_of(value: Any) -> list[SavedOptimizer]:
-    """Those in what a save calls ``optimizer``: one, or a list or dict of several (plain values)."""
+    """The optimizers in a save's ``optimizer``: one, or a list or dict of several (plain values)."""
     if isinstance(value, list):
         return [o for v in value for o in optimizers_of(v)]
     if not isinstance(value, dict):

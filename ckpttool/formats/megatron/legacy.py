@@ -226,7 +226,7 @@ class _LegacyReader:
     # -- files
 
     def _directories(self) -> list[legacy_ranks.RankDirectory]:
-        """Those of ranks, each of which has its file."""
+        """The directories of ranks, each with its file."""
         named = sorted(legacy_ranks.directories(self.save.listing.folders()))
         lacking = [n.name for n in named if FILE not in self.save.listing.inside(n.name).names]
         if lacking and any(_OLD_FILE in self.save.listing.inside(n).names for n in lacking):
@@ -408,7 +408,7 @@ class _Naming:
     _first_mtp: dict[tuple[int, int], int] = field(default_factory=dict)
     _layers: int = 0
     _experts: int = 0
-    """That a rank holds of each layer."""
+    """Experts of each layer on a rank."""
     _known: dict[tuple[int, int, int, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

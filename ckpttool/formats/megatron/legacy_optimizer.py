@@ -478,7 +478,7 @@ def _members(
 
 
 def _trained(parameters: list[LegacyTensor], numbers: Sequence[Any], state: Mapping[Any, Any]) -> list[LegacyTensor]:
-    """Those of the parameters of a group that its optimizer has, where some are frozen and shapes tell which.
+    """The parameters of a group that its optimizer has, where some are frozen and shapes tell which.
 
     All of them, where they are as many as the numbers, or nothing tells it.
     """

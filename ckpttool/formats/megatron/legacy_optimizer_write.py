@@ -33,7 +33,7 @@ _VECTORS = ("param", *_MOMENTS)
 _LEAVE = "omit the optimizer: --only model"
 _NAMED = f"write --to megatron-dist, whose files name the parameters that have state; or {_LEAVE}"
 _ONE_BUCKET = {"overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None}
-"""How the vectors are laid out; with parameters of other sizes than multiples of 64 elements it makes a difference."""
+"""Layout of the vectors; with parameters of other sizes than multiples of 64 elements it makes a difference."""
 _WIDENED = "master weights that the source does not have are float32 of the model weights (exact)"
 
 

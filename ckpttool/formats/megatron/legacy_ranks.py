@@ -1,4 +1,4 @@
-"""Which ranks the directories of a legacy save are, and the mesh that they make.
+"""The ranks of a legacy save's directories, and their mesh.
 
     mp_rank_TT             no pipeline, no expert parallelism
     mp_rank_TT_PPP         pipeline
@@ -74,12 +74,12 @@ class RankGrid(NamedTuple):
         return lcm(self.tp, self.ep * self.etp)
 
     def sizes(self) -> dict[str, int]:
-        """By the names of flags."""
+        """Parallel sizes by the names of flags."""
         return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
 def directories(folders: Collection[str]) -> list[RankDirectory]:
-    """Those of ranks."""
+    """The directories of ranks among ``folders``."""
     return [
         RankDirectory(n, tuple([int(g) for g in m.groups() if g is not None]))
         for n in folders

@@ -76,7 +76,7 @@ class _WrittenRank:
     model: dict[str, RankTensor] = field(default_factory=dict)
     masters: dict[str, RankTensor] = field(default_factory=dict)
     states: dict[tuple[str, str], RankTensor] = field(default_factory=dict)
-    """By parameter and state."""
+    """Optimizer states by parameter and state."""
     names: list[dict[str, str]] = field(default_factory=list)
     """Per chunk: canonical name, in the model's order -> name in the file."""
 

@@ -76,7 +76,7 @@ class ModelKind:
     model_type: ClassVar = ""
     architecture: ClassVar = ""
     translates: ClassVar[frozenset[str]] = frozenset()
-    """Those of NEUTRAL that it looks at itself."""
+    """Arguments of NEUTRAL that it looks at itself."""
     latent: ClassVar = False
     tied: ClassVar = False
     """Whether the head is the embedding where config.json does not say it."""

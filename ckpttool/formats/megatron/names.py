@@ -28,7 +28,7 @@ import re
 from collections.abc import Collection, Iterable
 
 TARGETS = TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
-"""Who names the tensors of a layer: values of Megatron's ``--transformer-impl``."""
+"""Implementations that name a layer's tensors: values of Megatron's ``--transformer-impl``."""
 
 _WRAPPERS = re.compile(r"(?:module\.)+|model\.(?=(?:embedding|decoder|output_layer|mtp)\.)")
 """Prefixes of wrappers: Float16Module, DistributedDataParallel; NeMo."""
@@ -80,7 +80,7 @@ def canonical(name: str, layers: int = 0) -> str:
 def spelled(
     name: str, *, target: str, layers: int, sparse: Collection[int] = (), latent: bool = False, grouped: bool = False
 ) -> str:
-    """How a file of ``target`` calls the tensor with a canonical name; the inverse of ``canonical``.
+    """The name in a file of ``target`` of the tensor with a canonical name; the inverse of ``canonical``.
 
     ``layers``: how many the model has without those of multi-token prediction. ``sparse``: the layers with experts,
     counted as in canonical names. ``latent``: its attention is multi-latent (MLA). ``grouped``: its experts are those

@@ -43,7 +43,7 @@ _CONFIG, _HPARAMS = "model_config.yaml", "hparams.yaml"
 _CONTEXT, _MODEL, _RUN = "context", "model.yaml", "run_config.yaml"
 _TOKENIZER, _NEMO_TOKENIZER = "tokenizer", "nemo_tokenizer"
 _OF_TOKENIZERS = (".model", "vocab", "merges", ".txt", ".tiktoken")
-"""How the names of a tokenizer's files end in a context, which has pickles of NeMo's own, too."""
+"""Endings of a tokenizer's files in a context, which has pickles of NeMo's own, too."""
 _ADAPTER = re.compile(r"\.adapters?\.")
 _NOT_THE_MODELS = ("metadata.json", "latest_checkpointed_iteration.txt")
 _RUNS = "checkpoints"
@@ -122,7 +122,8 @@ def small_files(listing: Listing) -> tuple[Place, tuple[str, ...], list[str]] | 
 
 
 def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
-    """How far the training of NeMo or Bridge was, under Megatron's names: of the values in common.pt, or beside it."""
+    """Progress of the training of NeMo or Bridge, under Megatron's names: from the values in common.pt, or beside
+    it."""
     out: dict[str, Any] = {"iteration": common.get("global_step")}
     for value in common.values():  # the state of a data module, under the name of its class
         if isinstance(value, dict) and set(value) == {"consumed_samples"}:
@@ -138,7 +139,7 @@ def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
 
 _STATE = "train_state.pt"
 _COUNTED = {"step": "iteration", **{k: k for k in ("consumed_train_samples", "consumed_valid_samples")}}
-"""In a file of Bridge -> Megatron's names."""
+"""Names in a file of Bridge -> Megatron's names."""
 
 
 def refuse_adapters(names: Iterable[str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Which layers, and what else of a model, a pipeline stage of Megatron holds, in which of its chunks."""
+"""The layers and other tensors in each chunk of a Megatron pipeline stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunks(mesh: Mesh, layers: int) -> list[LayerChunk]:
 
 
 def chunk_of(name: str, among: Sequence[LayerChunk], stage: int) -> int:
-    """Which chunk holds the tensor with a canonical name that ``stage`` has.
+    """The chunk that holds a tensor of ``stage``, by canonical name.
 
     A layer after the last one is multi-token prediction, which the last chunk has, with a copy of the embedding.
     """

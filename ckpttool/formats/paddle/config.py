@@ -47,7 +47,7 @@ class Software(NamedTuple):
 
 
 def software(config: Mapping[str, Any]) -> Software:
-    """From ``paddlenlp_version`` or ``paddleformers_version`` in config.json."""
+    """The software that ``paddlenlp_version`` or ``paddleformers_version`` in config.json names."""
     for name in ("paddleformers", "paddlenlp"):
         found = config.get(f"{name}_version")
         if isinstance(found, str):
@@ -141,7 +141,7 @@ def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[s
 
 
 def resume_flags(request: WriteRequest, kind: str) -> str:
-    """How a trainer goes on from what is written in ``kind``, its word for a format; "" where a trainer cannot.
+    """Flags with which a trainer resumes from a save in ``kind``, its word for a format; "" where a trainer cannot.
 
     It needs weights (those of the model, or the master weights that they are rounded from) and optimizer state.
     """

@@ -316,7 +316,7 @@ def _pieces(stored: StoredTensor, box: Box, boxes: Mapped | None) -> list[Piece]
 def _turned(
     key: Key, held: Sequence[flex_files.ShardBytes], shape: tuple[int, ...], save: flex_files.FlexSave
 ) -> Mapped | None:
-    """Where the halves of each shard of a fused gate and up belong; None when there is one shard on the last axis."""
+    """The places of the halves of each shard of a fused gate and up; None when there is one shard on the last axis."""
     cuts = sorted({(h.shard.offset[-1], h.shard.stop[-1]) for h in held}) if shape else []
     if len(cuts) < 2:
         return None
@@ -388,7 +388,7 @@ class _FlexKey(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
+        """Shape in the file."""
         return self.tensor.shape if self.run is None else (self.run[1] - self.run[0],)
 
 
@@ -557,7 +557,7 @@ def _coordinates(blocks: Sequence[RankTensor]) -> tuple[list[tuple[int, ...]], t
 
 
 def _shift(t: RankTensor) -> tuple[int, ...] | None:
-    """Where the block lies when it is one box of the tensor, in however many parts it is listed."""
+    """The start of the block if it is one box of the tensor, in however many parts it is listed."""
     if not t.boxes:
         return (0,) * len(t.shape)
     by = {tuple([b - a for a, b in zip(x.start, y.start, strict=True)]) for x, y in t.boxes}

@@ -43,7 +43,7 @@ METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")
 
 MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
-"""Where Paddle's classes live: since August 2025, and before."""
+"""Modules of Paddle's classes: since August 2025, and before."""
 
 DISGUISE = {"BF16": "U16", "F8_E4M3": "I8", "F8_E5M2": "I8"}
 """Dtypes that numpy lacks -> what a pickled array has instead."""
@@ -71,7 +71,7 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the block."""
     dtype: str
-    """As safetensors names it; "" when the entry is too old to say."""
+    """Dtype as safetensors names it; "" when the entry is too old to say."""
     tensor: tuple[int, ...] | None
     """Shape of the whole tensor; None when the entry does not say."""
     run: tuple[int, int] | None
@@ -99,7 +99,7 @@ class FlexSave(NamedTuple):
 
     metadata: Place
     tensors: dict[str, list[ShardBytes]]
-    """By key, in the order of the metadata."""
+    """Tensors by key, in the order of the metadata."""
     shapes: dict[str, tuple[int, ...]]
     guessed: bool
     """Some shapes are what the shards span, because the metadata does not say them."""
@@ -200,7 +200,7 @@ def _bytes(path: Place) -> bytes:
 
 
 def _places(directories: Sequence[Place], wanted: Iterable[str], metadata: Place) -> dict[str, Place]:
-    """Where each data file lies, also those that no entry names."""
+    """Places of all data files, also those that no entry names."""
     places: dict[str, Place] = {}
     for directory in directories:
         for name in _names(directory):

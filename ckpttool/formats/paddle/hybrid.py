@@ -59,7 +59,7 @@ from ckpttool.storage.nodes import check_copies, shared_config
 from ckpttool.storage.place import read_each
 
 MASTER = "_fp32_master_0"
-"""Between a parameter's name and its state when the state belongs to the master weight."""
+"""Infix between a parameter's name and its state when the state belongs to the master weight."""
 
 COMPONENTS = ("model", "master_weights", "optimizer", "ema")
 
@@ -86,7 +86,7 @@ class _HybridArray(NamedTuple):
 
 
 class _ArraySlot(NamedTuple):
-    """Where a held array belongs."""
+    """The destination of an array of a file."""
 
     component: str
     state: str

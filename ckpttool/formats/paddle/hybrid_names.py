@@ -269,7 +269,7 @@ class HybridNames:
     local_experts: bool
     """Experts are numbered from 0 in every rank's files."""
     cells: dict[tuple[int, int, int], CellNames]
-    """By (stage, tp rank, expert rank)."""
+    """Cells by (stage, tp rank, expert rank)."""
 
     @property
     def tables(self) -> dict[tuple[int, int], dict[str, str]]:

@@ -43,7 +43,7 @@ MASTER = "_fp32_master_0"
 """Paddle's suffix of a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""
 
 _STATES = ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
-"""In the order in which Paddle's optimizers list them."""
+"""States in the order of Paddle's optimizers."""
 
 _LEFT = re.compile(r"rng_state(_\d+)?\.pth|save[d]?_signal(_TMP)?_\d+|model_meta\.json|\.checkpoint_done")
 _LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)\.")
@@ -68,7 +68,7 @@ class _RankParam:
     """One parameter's tensors on one rank."""
 
     name: str
-    """As in the request: expert ids are global."""
+    """Name as in the request: expert ids are global."""
     expert: bool = False
     model: RankTensor | None = None
     master: RankTensor | None = None
@@ -113,7 +113,7 @@ class _RankParams:
     rank: int
     params: list[_RankParam]
     trained: list[_RankParam] = field(default_factory=list)
-    """Those that the optimizer knows, which alone are shared out."""
+    """Parameters of the optimizer, which alone are shared out."""
     states: tuple[str, ...] = ()
     """The kinds of optimizer state that there are, in the order of the files."""
     masters: bool = False
@@ -330,7 +330,7 @@ def _settle_masters(cells: Sequence[_RankParams], shards: int, notes: list[str])
 
 
 def _choose_trained(cells: Sequence[_RankParams]) -> None:
-    """Which parameters the optimizer knows.
+    """Choose the parameters of the optimizer.
 
     A source with moments says which they are; one with master weights only leaves the fp32 parameters open, and they
     are taken to be trained like the rest.
@@ -515,7 +515,7 @@ class _ParamShare(NamedTuple):
 
 
 class _ShardShares:
-    """Which shard stores what of the parameters of a cell, each in model order."""
+    """The shares of a cell's parameters that each shard stores, in model order."""
 
     def __init__(self, cell: _RankParams, shards: int, version: str, mesh: Mesh) -> None:
         self.cell, self.version = cell, version

@@ -27,7 +27,7 @@ class StructuredNames:
     of: dict[str, list[str]] = field(default_factory=dict)
     """Structured names of a parameter; several when layers share it, in the order of the file."""
     tensors: dict[str, ProgramTensor] = field(default_factory=dict)
-    """By structured name, where the file holds the tensors too."""
+    """Tensors by structured name, where the file holds the tensors too."""
 
 
 def match_names(

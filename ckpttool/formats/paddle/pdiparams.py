@@ -48,7 +48,7 @@ class TensorRecord(NamedTuple):
     offset: int
     """Byte of the data."""
     head: bytes
-    """As it is in the file, where ``record_head`` would write another; else empty."""
+    """The head as it is in the file, where ``record_head`` would write another; else empty."""
     wrong: str
     """The defect of the head, or ""."""
 

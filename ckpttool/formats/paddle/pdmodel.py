@@ -87,7 +87,8 @@ _UNCERTAIN = _PERSISTABLE
 """Variables of which nothing is said."""
 
 _STEPS = 1 << 22
-"""From block to parent, for all names; no program known needs a thousandth, and one made for it would take days."""
+"""Most steps from block to parent, for all names; no program known needs a thousandth, and one made for it would take
+days."""
 
 _LARGE_OPERATOR, _LARGE_ATTRIBUTE = 1 << 20, 1 << 16
 _FORGET = 1 << 24
@@ -300,7 +301,7 @@ class _PdmodelReader:
             self.broken("it has neither blocks nor a version", 0)
 
     def salvage(self, at: int) -> None:
-        """Where the file ends inside of a block, read what is there of it."""
+        """Read the rest of a block inside which the file ends."""
         if at >= self.size or self.data[at] != 1 << 3 | 2:
             return
         with suppress(_BrokenError):
@@ -472,7 +473,7 @@ class _PdmodelReader:
             self.program.report("parameter-shape", text, where)
 
     def check_blocks(self) -> list[bool]:
-        """Which blocks know their ancestors."""
+        """Check which blocks know their ancestors."""
         count = len(self.blocks)
         sound: list[bool] = []
         for place, block in enumerate(self.blocks):

@@ -529,7 +529,7 @@ class _PirReader:
             self.program.report("parameter-twice", text, where)
 
     def _end(self, name: str, op: Mapping[str, Any]) -> None:
-        """Where data comes in or goes out."""
+        """Read an operator that feeds or fetches data."""
         said = {a["N"]: a["AT"].get("D") for a in op["A"]}
         kind = op["O"][0]["TT"]
         if kind["#"] != _DENSE:

@@ -323,7 +323,7 @@ def stored_form(parameter: ProgramTensor) -> tuple[str, tuple[int, ...]]:
 
 
 def stored_tensor(parameter: ProgramTensor, record: TensorRecord) -> StoredTensor:
-    """Where a parameter lies, in its ``stored_form``."""
+    """The stored tensor of a parameter, in its ``stored_form``."""
     return StoredTensor(parameter.name, *stored_form(parameter), 0, record.offset)
 
 

@@ -27,7 +27,7 @@ class Element(NamedTuple):
     number: int
     """``VarType.Type`` of framework.proto, which is what a parameter file holds."""
     pir: str
-    """In a PIR program, after ``0.``."""
+    """Name in a PIR program, after ``0.``."""
     bits: int
 
 
@@ -62,7 +62,7 @@ class ProgramProblem(NamedTuple):
     id: str
     text: str
     where: str = ""
-    """In the file: operator, byte, record."""
+    """Place in the file: operator, byte, record."""
 
 
 class ProgramTensor(NamedTuple):
@@ -89,7 +89,7 @@ class Program:
     """Version of PIR's JSON; in a .pdmodel Paddle's own: major * 1000000 + minor * 1000 + patch. None: not given."""
     trainable: bool | None = None
     parameters: list[ProgramTensor] = field(default_factory=list)
-    """In the order of the parameter file: sorted by name."""
+    """Parameters in the order of the parameter file: by name."""
     operators: Counter[str] = field(default_factory=Counter)
     """How many of each operator there are, in all blocks."""
     elements: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Program:
     outputs: list[ProgramTensor] = field(default_factory=list)
     """Tensors that are fetched."""
     problems: list[ProgramProblem] = field(default_factory=list)
-    """At most ``LISTED`` of each id."""
+    """Problems, at most ``LISTED`` of each id."""
     more: Counter[str] = field(default_factory=Counter)
     """Problems beyond those listed, by id."""
 

@@ -1,4 +1,4 @@
-"""How Paddle's sharding stage 1 shares the optimizer state of one model-parallel rank out. Pure.
+"""Division of one model-parallel rank's optimizer state by Paddle's sharding stage 1. Pure.
 
 Version 1 gives every parameter to one rank; version 2 (``split_param``) lays the parameters end to end in buffers and
 cuts each buffer evenly. Both are worked out from names, sizes and the order of the model alone::

@@ -105,7 +105,7 @@ class UnifiedIndex(IndexRules):
 
 
 def _stage(names: Iterable[str]) -> str:
-    """How moments are quantised, by their names: O2 packs both into one; "" where they are not."""
+    """Quantisation of moments by their names: O2 packs both into one; "" where they are not."""
     there = set(names)
     coded = [n.partition("@")[0] for n in there if _CODED.search(n)]
     if not coded:

@@ -244,7 +244,7 @@ def _inside(entry: DcpEntry, lists: Collection[tuple[str | int, ...]]) -> bool:
 
 
 def _alone(value: DcpTensor | Span) -> Span | None:
-    """Where an object lies, or a tensor of one number; None for other tensors."""
+    """The place of an object, or of a tensor of one number; None for other tensors."""
     if not isinstance(value, DcpTensor):
         return value
     return value.chunks[0].span if value.shape == () and value.chunks else None
@@ -271,7 +271,7 @@ class _Objects:
     def __init__(self, assigned: Assigned, catalog: Catalog) -> None:
         self.assigned, self.catalog = assigned, catalog
         self.groups: dict[tuple[str, str | int], dict[str, Any]] = {}
-        """By the prefix of the optimizer, and number, or the parameter in flattened saves."""
+        """Groups by prefix of the optimizer, and number (in flattened saves the parameter)."""
         self.listed: set[str] = set()
         """Prefixes of optimizers whose groups are one value."""
         self.held: list[GroupParameters] = []

@@ -71,7 +71,7 @@ class _DistcpFile:
         self.owners.append(len(self.at) - 1)
 
     def data(self, i: int) -> int:
-        """Where the elements of a slice begin."""
+        """First byte of the elements of a chunk."""
         return self.at[i] + self.slices[self.which[i]].data
 
     def sort(self) -> None:

@@ -50,7 +50,7 @@ class GroupParameters(NamedTuple):
 
 
 class SaveKeys(NamedTuple):
-    """How a save nests what it holds."""
+    """The nesting of a save's values."""
 
     model: str = "model"
     """Prefix of the model's names; "" for none."""
@@ -137,14 +137,14 @@ class SaveKeys(NamedTuple):
 
 
 KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
-"""How the software that has these names nests them, where that is not what ``get_state_dict`` gives."""
+"""Nesting by the software that has these names, where that is not what ``get_state_dict`` gives."""
 
 
 class Assigned(NamedTuple):
     """The values of a state dict, assigned to keys."""
 
     keys: dict[str, Key]
-    """By fqn: tensors, and numbers that are state of an optimizer."""
+    """Keys by fqn: tensors, and numbers that are state of an optimizer."""
     names: Mapping[str, str]
     """Names of parameters, by their names in the save."""
     notes: list[str]
@@ -152,7 +152,7 @@ class Assigned(NamedTuple):
     numbers: Mapping[int, str] = {}
     """The parameter of each number of an optimizer that has no names."""
     refused: str = ""
-    """Why the state of an optimizer belongs to nobody."""
+    """Reason why the state of an optimizer belongs to no parameter."""
     others: frozenset[str] = frozenset()
     """Prefixes of optimizers of other models."""
 
@@ -276,7 +276,7 @@ def _has_axes(entry: DcpEntry) -> bool:
 
 
 def _nesting(chosen: str, first: _StateKey | None, entries: Iterable[DcpEntry]) -> SaveKeys:
-    """How the optimizer is nested: by a state of it, or by a value of its groups where it has none."""
+    """Nesting of the optimizer: by a state of it, or by a value of its groups where it has none."""
     if first is not None:
         return SaveKeys(chosen, first.prefix, first.flattened)
     group = next((g for e in entries if (g := grouped(e)) is not None), None)

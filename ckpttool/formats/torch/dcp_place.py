@@ -1,4 +1,4 @@
-"""Where a save of torch.distributed.checkpoint is: a directory, several that make up one, or the run above them.
+"""Find a save of torch.distributed.checkpoint: a directory, several that make up one, or the run above them.
 
 run/step-100/.metadata                            run/checkpoint-500/pytorch_model_fsdp_0/.metadata
 run/step-200/.metadata       the highest step     run/checkpoint-500/optimizer_0/.metadata     one save in two parts
@@ -18,7 +18,7 @@ from ckpttool.storage.place import open_file
 
 METADATA = ".metadata"
 _COMMON = "common.pt"
-"""Beside the chunks of Megatron's saves."""
+"""File beside the chunks of Megatron's saves."""
 _OF_MEGATRON = re.compile(r"iter_\d{7,18}")
 _POINTER = "latest_checkpointed_iteration.txt"
 _OF_RANK = re.compile(r"__\d+\.metadata")

@@ -51,7 +51,7 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
 
 
 class _RowSplit(NamedTuple):
-    """How tensors of one shape lie in the files."""
+    """The boxes of tensors of one shape in the files."""
 
     boxes: tuple[tuple[int, Box], ...]
     """(file, box of the tensor that it holds)."""

@@ -105,7 +105,7 @@ class _DeepspeedReader:
     plain: tuple[TorchFile, Any, frozenset[str]] | None = None
     """Without ZeRO: the file with the optimizer, the optimizer, and the names of buffers."""
     shared: UnsupportedError | None = None
-    """Why the optimizer of a model with experts is not read."""
+    """Reason why the optimizer of a model with experts is not read."""
     scaler: PickledObject | None = None
     """The loss scaler, in training with float16."""
 

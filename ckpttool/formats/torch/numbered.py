@@ -1,4 +1,4 @@
-"""Which parameter each number of an optimizer stands for, where the model is known in its own order.
+"""Parameters by their numbers in an optimizer, where the model is known in its own order.
 
 An optimizer counts its parameters through its groups. Each group has them in the order of the model, but which of them
 it has (those that decay, those that are trained) nobody says. So each number has a first parameter that it may be, and

@@ -151,7 +151,7 @@ class Trainer(NamedTuple):
         return cls(file, found) if found else None
 
     def keys(self) -> set[str]:
-        """Those at the top of the file that are read."""
+        """Keys at the top of the file that are read."""
         plain = {str(k) for k, v in self._top() if is_plain(v)}
         return plain | ({path.split(".")[0] for path, _ in self.optimizers} if len(self.optimizers) == 1 else set())
 
@@ -220,7 +220,7 @@ class OptimizerState:
     value: Any
     """``state`` and ``param_groups``."""
     what: str
-    """Where it lies, for messages: a file's name, or the path in it."""
+    """Its place, for messages: a file's name, or the path in it."""
     training: TrainingState = field(default_factory=TrainingState)
     """Its trainer's values, without groups."""
     trusted: bool = False
@@ -444,7 +444,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None:
-    """That of the parameter whose states these are; None where they are single numbers.
+    """Shape of the parameter whose states these are; None where they are single numbers.
 
     Raises UnsupportedError for states of other kinds, or of several shapes.
     """

@@ -54,7 +54,7 @@ class AxisPlacement(NamedTuple):
 
 
 _MOST_BOXES = 1 << 14
-"""That a rank's tensor may have: as many as there are ranks that cut an axis before."""
+"""Most boxes of a rank's tensor: as many as there are ranks that cut an axis before."""
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
 _KINDS = ("DTensor", "ShardedTensor")
 

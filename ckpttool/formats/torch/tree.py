@@ -1,4 +1,4 @@
-"""Which tensors of a file of torch.save are meant: state dicts lie in other dicts, beside all that a trainer keeps.
+"""Choice of the tensors of a file of torch.save: state dicts lie in other dicts, beside all that a trainer keeps.
 
 Nothing is guessed: the only candidate is taken and named in a note, of several one has to be chosen (--select).
 """

@@ -86,7 +86,8 @@ def _check_all_there(save: Listing, names: Sequence[str], states: ModelStates) -
 
 
 def shared_optimizer(save: Listing, states: ModelStates, counts: Collection[int]) -> UnsupportedError | None:
-    """Why the optimizer of a model with experts is not read; None where every rank has all experts, or there is none.
+    """Reason why the optimizer of a model with experts is not read; None where every rank has all experts, or there is
+    none.
 
     ``counts`` are the numbers of ranks that ZeRO shares its groups out to; none without ZeRO.
     """

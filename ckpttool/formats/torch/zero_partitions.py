@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank of a ZeRO optimizer holds.
+"""Elements of each parameter on each rank of a ZeRO optimizer.
 
     stages 1, 2   a group's vector: its parameters one behind the other, alignment padding behind some of them;
                   rank r holds the r-th of equal runs of it, and what is missing at the end is padding
@@ -118,7 +118,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
-        """Where the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
+        """Find the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
 
     def masters(self) -> Iterator[FlatTensor]:
         for unit in self.units:

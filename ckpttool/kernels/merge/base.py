@@ -153,7 +153,7 @@ class Method:
     parts: Callable[[MergeTensor], Generator[Pass, None, Contributions]] | None = None
     """In a method that picks elements: finds them, in as many passes as it needs."""
     passes: Passes = lambda _whole, _models: 0
-    """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
+    """Usual number of passes over a large tensor before it is combined: for the progress that is shown."""
 
 
 def add_base(tensor: MergeTensor, chunk: Chunk, out: Array) -> None:

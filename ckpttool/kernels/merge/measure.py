@@ -1,4 +1,4 @@
-"""How far a merged tensor is from the models, and what the method let each of them add: sums over its elements.
+"""The distance of a merged tensor from the models, and each model's contribution: sums over its elements.
 
 y is the result as it was written, x_i the models (without the base), b the base, all as float32; d_i = x_i - b. Where
 there is no base, a method that picks elements picks those of x_i, and d_i = x_i. p_i is what the method lets model i

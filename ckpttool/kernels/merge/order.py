@@ -51,7 +51,7 @@ class RankQuery:
 
     model: int
     rank: int
-    """From 0; the tensor's size asks for the cut behind the last element."""
+    """Rank from 0; the tensor's size asks for the cut behind the last element."""
 
 
 @dataclass(frozen=True, slots=True)

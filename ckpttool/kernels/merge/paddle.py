@@ -115,7 +115,7 @@ def _codes(d: Array) -> Array:
 
 
 def keep_probabilities(counts: Array, reserve: float, epsilon: float) -> Array:
-    """How likely magprune keeps an element of each code: float32, from how many elements have each code.
+    """Probability that magprune keeps an element of each code: float32, from how many elements have each code.
 
     reserve + epsilon / 2 - epsilon r / n, r the rank by falling magnitude, 0 for the largest. Elements of one code
     share the mean of their ranks.

@@ -99,7 +99,7 @@ def breadcrumbs_ties(tensor: MergeTensor) -> Program:
 
 
 def drawing(method: str, models: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which models draw a random number for every element in mergekit, given their parameters.
+    """The models that draw a random number for every element in mergekit, given their parameters.
 
     DARE: those with a density below 1, be it 0. DELLA: those with a density between 0 and 1.
     """
@@ -195,7 +195,7 @@ def _drawn(tensor: MergeTensor) -> Keeps:
 
 
 _RADIX = 1024
-"""From this many columns on, two radix sorts of 16 bits are faster than one sort of 64."""
+"""Number of columns from which on two radix sorts of 16 bits are faster than one sort of 64."""
 
 
 def _order(rows: Array, keys: Array) -> Array:

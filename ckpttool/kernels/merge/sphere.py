@@ -292,7 +292,8 @@ def karcher(tensor: MergeTensor) -> Program:
 
 
 def stock_ratio(products: Array) -> Array:
-    """How far model_stock goes from the base to the mean, from ``(n, n, ...)`` dot products of the n differences.
+    """Fraction of the way from the base to the mean in model_stock, from ``(n, n, ...)`` dot products of the n
+    differences.
 
     t = n c / (1 + (n - 1) c), c the mean cosine over all pairs; 0 where the divisor vanishes and t is not defined.
     """
