@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.models import Shape, round_bf16
-from ckpttool.containers.pickle_write import Call, Hole
+from ckpttool.containers.pickle_write import Hole, PickledCall
 from ckpttool.containers.torch_write import lay_out_torch
 
 BLOCK = 2 << 20
@@ -87,7 +87,7 @@ def write_zero3(folder: Path, shape: Shape, layers: int, ranks: int) -> None:
     model = {
         "module": {n: Hole("BF16", (0,)) for n in shapes},
         "buffer_names": [],
-        "param_shapes": [{n: Call("torch", "Size", (s,)) for n, s in group.items()} for group in groups],
+        "param_shapes": [{n: PickledCall("torch", "Size", (s,)) for n, s in group.items()} for group in groups],
         "frozen_param_shapes": {},
         "frozen_param_fragments": {},
         "shared_params": {},

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ckpttool.core.mesh import Mesh
 from ckpttool.layout.assemble import is_bias
-from ckpttool.layout.rules import IndivisibleError, PartitionContext, RankShare, Size, local_boxes, parse_rule
+from ckpttool.layout.rules import CutSize, IndivisibleError, PartitionContext, RankShare, local_boxes, parse_rule
 from tests.peers.families import forward, plans
 from tests.peers.families.tiny import VOCAB, Architecture, random_weights, tiny_config
 
@@ -98,9 +98,9 @@ class Reading:
     ties: dict[str, str] = field(default_factory=dict)
     base: str = ""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    counts: dict[str, Size] = field(default_factory=dict)
+    counts: dict[str, CutSize] = field(default_factory=dict)
     """Sizes that count units, as the tiny config has them."""
-    per_layer: dict[str, dict[int, Size]] = field(default_factory=dict)
+    per_layer: dict[str, dict[int, CutSize]] = field(default_factory=dict)
     """The same where ``per_layer_config`` says otherwise for a layer."""
     notes: list[str] = field(default_factory=list)
 
@@ -252,7 +252,7 @@ def verb_of(kind: Kind, shape: Sequence[int]) -> str:
 # --- units ---
 
 
-def shares(kind: Kind, name: str, shape: tuple[int, ...], sizes: Mapping[str, Size], ways: int) -> list[RankShare]:
+def shares(kind: Kind, name: str, shape: tuple[int, ...], sizes: Mapping[str, CutSize], ways: int) -> list[RankShare]:
     """What each of ``ways`` ranks would hold of a tensor."""
     rule = parse_rule(kind.rule, expert="{expert}" in kind.pattern)
     mesh = Mesh(tp=ways, etp=ways)
@@ -287,13 +287,13 @@ class Prover:
     def exchanged(
         self,
         kinds: Sequence[Kind],
-        sizes: Mapping[str, Size],
+        sizes: Mapping[str, CutSize],
         ways: int,
         one: int,
         other: int,
         *,
         alike: bool = False,
-        per_layer: Mapping[str, Mapping[int, Size]] | None = None,
+        per_layer: Mapping[str, Mapping[int, CutSize]] | None = None,
     ) -> float:
         """Difference of the logits when two of ``ways`` ranks change places in these tensors; -1: nothing changes.
 
@@ -444,9 +444,9 @@ def size_name(reading: Reading, field: str, path: str, *, kv: bool) -> str:
     own = f"{place}." == path or (not place and not path)
     word = "kv_heads" if kv else "heads" if last in HEADS else last
     name = word if own else "_".join([*(w.removesuffix("_config") for w in place.split(".") if w), word])
-    reading.counts[name] = Size(dict(walk(reading.config))[field], shared=kv)
+    reading.counts[name] = CutSize(dict(walk(reading.config))[field], shared=kv)
     said = dict(walk(reading.config)).get(f"{place}.per_layer_config" if place else "per_layer_config") or {}
-    reading.per_layer[name] = {int(i): Size(of[last], shared=kv) for i, of in said.items() if last in of}
+    reading.per_layer[name] = {int(i): CutSize(of[last], shared=kv) for i, of in said.items() if last in of}
     if name not in reading.sizes:
         shown = last if own and path == "text_config." else field
         heads = name.replace("kv_heads", "heads")
@@ -477,8 +477,8 @@ def same_in_all_layers(reading: Reading, kinds: Sequence[Kind], prefix: str) -> 
 def prove(
     prover: Prover,
     kinds: Sequence[Kind],
-    sizes: Mapping[str, Size],
-    per_layer: Mapping[str, Mapping[int, Size]] | None = None,
+    sizes: Mapping[str, CutSize],
+    per_layer: Mapping[str, Mapping[int, CutSize]] | None = None,
 ) -> None:
     """Exchange whole units of a group. Raises Refused when that changes what the model computes."""
     counts = {sizes[k.unit].value for k in kinds}
@@ -677,7 +677,7 @@ def other_units(reading: Reading, prover: Prover, group: Sequence[Kind], path: s
         for kind in group:
             kind.unit = name[len(path) :]
         try:
-            prove(prover, group, {name[len(path) :]: Size(value)})
+            prove(prover, group, {name[len(path) :]: CutSize(value)})
         except Refused:
             continue
         # Half of a unit must be too little, or the units say nothing.

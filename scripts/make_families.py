@@ -209,13 +209,13 @@ def written(reading: Reading) -> str:
 
 def ours(family: Family, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], mesh: Mesh) -> plans.Owners:
     """Which rank holds what, by a family's rules."""
-    from ckpttool.layout.partition import Whole
+    from ckpttool.layout.partition import WholeTensor
 
     class Stored:
         def __init__(self, name: str) -> None:
             self.name, self.dtype, self.shape = name, "F32", shapes[name]
 
-    wholes: list[Whole] = [Stored(n) for n in shapes]
+    wholes: list[WholeTensor] = [Stored(n) for n in shapes]
     cutting = PartitionContext(mesh, family.sizes, optional=frozenset())
     found = {n: np.zeros(s, np.int64) for n, s in shapes.items()}
     for rank, tensors in enumerate(Partitioner(family, (), cutting, config).run(wholes)):

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ckpttool.adapters.apply import InOut, adapt, combine
-from ckpttool.adapters.base import Adapter, Change, Changes, Pair, Term
+from ckpttool.adapters.base import Adapter, Change, Changes, LowRankTerm, Pair
 from ckpttool.adapters.read import changed_parts, read_adapter
 
-__all__ = ["Adapter", "Change", "Changes", "InOut", "Pair", "Term", "adapt", "changed_parts", "combine", "read_adapter"]
+__all__ = [
+    "Adapter",
+    "Change",
+    "Changes",
+    "InOut",
+    "LowRankTerm",
+    "Pair",
+    "adapt",
+    "changed_parts",
+    "combine",
+    "read_adapter",
+]

@@ -1,4 +1,4 @@
-"""From an adapter and the names and shapes of a base to the terms that are added to each base tensor.
+"""Resolve an adapter with the names and shapes of a base: the terms that are added to each base tensor.
 
 Everything is worked out for layers that are stored as [out, in], as torch has them: ``up`` is [out, rank], ``down`` is
 [rank, in]. Where the base stores a layer as [in, out], both are transposed and change places.
@@ -11,7 +11,17 @@ from itertools import accumulate, count, permutations
 from math import prod
 from typing import NamedTuple, NoReturn
 
-from ckpttool.adapters.base import ANOTHER_MODEL, Adapter, Change, Changes, Choice, Factors, Pair, Term, transposed
+from ckpttool.adapters.base import (
+    ANOTHER_MODEL,
+    Adapter,
+    CandidateParameter,
+    Change,
+    Changes,
+    Factors,
+    LowRankTerm,
+    Pair,
+    transposed,
+)
 from ckpttool.adapters.forms import in_files
 from ckpttool.core.catalog import LogicalTensor, whole_tensor
 from ckpttool.core.patterns import nearest_hint
@@ -41,7 +51,7 @@ _SHOWN = 5
 
 
 class Spot(NamedTuple):
-    """Where outputs of a trained layer lie in the base."""
+    """A place in the base for outputs of a trained layer."""
 
     name: str
     size: int
@@ -50,7 +60,7 @@ class Spot(NamedTuple):
     """First of them among the outputs of the base's tensor."""
 
 
-class Holder(NamedTuple):
+class StackedWeight(NamedTuple):
     """A stacked weight in the base."""
 
     name: str
@@ -74,7 +84,7 @@ def adapt(
     as_trained: bool = False,
     forms: Sequence[ModelForm] = (),
 ) -> Changes:
-    """What an adapter changes in a base of these names and shapes.
+    """The changes of an adapter to a base of these names and shapes.
 
     ``in_out`` says how the base stores the weights of linear layers; None: as the library that wrote the adapter does
     (Paddle [in, out]; PEFT [out, in], and [in, out] for the layers for which it has fan_in_fan_out). ``kv_heads`` is
@@ -113,7 +123,7 @@ def combine(changes: Iterable[tuple[Changes, float]]) -> Changes:
             if change.whole is not None and (weight != 1 or before.whole is not None):
                 raise ConflictError(
                     f"an adapter replaces `{name}` as a whole, which "
-                    + ("another one does, too" if weight == 1 else f"cannot be done with weight {weight:g}"),
+                    + ("another one replaces too" if weight == 1 else f"cannot be done with weight {weight:g}"),
                     where=change.whole.name,
                 )
             terms = [t._replace(factor=t.factor * weight) for t in change.terms]
@@ -198,7 +208,7 @@ class _Match:
         return dict.fromkeys([*(p.target for p in self.adapter.pairs), *self.adapter.whole])
 
     def lost(self) -> list[str]:
-        """Those for which the base has no place under the same name."""
+        """Names of tensors without a place in the base."""
         return [name for name in self._wanted() if not self._known(name)]
 
     def _align(self) -> None:
@@ -231,7 +241,7 @@ class _Match:
         self.notes.append(f"names that begin with `{old}` in the adapter begin with `{new}` in the base")
 
     def _spots(self, target: str, out: int) -> list[Spot]:
-        """Where the outputs of a trained weight lie; [] when the base has no place for it."""
+        """The places of a trained weight's outputs; [] when the base has no place for it."""
         if target in self.base:
             return [Spot(target, out)]
         stem, _, layer = target.removesuffix(".weight").rpartition(".")
@@ -275,7 +285,7 @@ class _Match:
 
     # -- what is put where
 
-    def _put(self, name: str, term: Term) -> None:
+    def _put(self, name: str, term: LowRankTerm) -> None:
         before = self.table.get(name, Change())
         self.table[name] = before._replace(terms=(*before.terms, term))
 
@@ -317,7 +327,7 @@ class _Match:
                 self._misfit(what)
             g = part.transposed() if turned else part
             at = (0, spot.offset) if turned else (spot.offset, 0)
-            self._put(spot.name, Term(g.up, g.down, g.factor, *at))
+            self._put(spot.name, LowRankTerm(g.up, g.down, g.factor, *at))
 
     def _turned(self, name: str, f: Factors, *, whole: bool) -> bool:
         """Whether the base stores this weight as [in, out]."""
@@ -357,7 +367,7 @@ class _Match:
                 f"`{pair.a}` {[*up.shape[::-1]]} and `{pair.b}` {[*down.shape[::-1]]} change an embedding of"
                 f" {[up.shape[0], down.shape[1]]}; `{name}` of the base is {list(self.base.get(name, ()))}",
             )
-        self._put(name, Term(up, down, pair.factor))
+        self._put(name, LowRankTerm(up, down, pair.factor))
 
     def _is_convolution(self, pair: Pair) -> bool:
         return len(self.adapter.catalog[pair.a].shape) > 2 or len(self.adapter.catalog[pair.b].shape) > 2
@@ -371,22 +381,22 @@ class _Match:
                 f"`{pair.a}` {list(a.shape)} and `{pair.b}` {list(b.shape)} change a convolution of {list(expected)};"
                 f" `{name}` of the base is {list(self.base.get(name, ()))}",
             )
-        self._put(name, Term(_matrix(b), _matrix(a), pair.factor))
+        self._put(name, LowRankTerm(_matrix(b), _matrix(a), pair.factor))
 
     # -- stacked experts
 
-    def _holder(self, target: str, choice: str) -> Holder | None:
-        """Where a stacked weight lies, if the base has a place for it."""
+    def _holder(self, target: str, choice: str) -> StackedWeight | None:
+        """The stacked weight of the base for a trained one, if there is one."""
         name = f"{target}.{choice}" if choice else target
         shape = self.base.get(name)
         if shape is not None:
-            return Holder(name, (shape[-2], shape[-1]), stacked=True) if len(shape) in (2, 3) else None
-        first = Holder(name, (0, 0), stacked=False).expert(0)
+            return StackedWeight(name, (shape[-2], shape[-1]), stacked=True) if len(shape) in (2, 3) else None
+        first = StackedWeight(name, (0, 0), stacked=False).expert(0)
         spots = self._spots(first, 0)
         if not spots or any(len(self.base[s.name]) != 2 for s in spots):
             return None
         width = self.base[spots[0].name][int(not self.in_out(spots[0].name))]
-        return Holder(name, (sum(self._rows(s.name) for s in spots), width), stacked=False)
+        return StackedWeight(name, (sum(self._rows(s.name) for s in spots), width), stacked=False)
 
     def _stack(self, target: str, pairs: Sequence[Pair]) -> None:
         """Add to the stacked weights of one module."""
@@ -417,30 +427,30 @@ class _Match:
             for e, f in enumerate(experts):
                 g = f.transposed() if turned and not self._is_flat(holder) else f
                 if holder.stacked:
-                    self._put(holder.name, Term(g.up, g.down, g.factor, e * holder.size[0]))
+                    self._put(holder.name, LowRankTerm(g.up, g.down, g.factor, e * holder.size[0]))
                 else:
                     self._linear(holder.expert(e), g)
 
-    def _is_flat(self, holder: Holder) -> bool:
+    def _is_flat(self, holder: StackedWeight) -> bool:
         """Whether a parameter that is no layer's weight has no experts; PEFT takes such a one for [out, in]."""
         return len(self.base.get(holder.name, ())) == 2
 
-    def _check_count(self, holder: Holder, experts: Sequence[Factors]) -> None:
+    def _check_count(self, holder: StackedWeight, experts: Sequence[Factors]) -> None:
         if len(experts) != self._count(holder):
             self._misfit(f"`{experts[0].up.name}` is for {len(experts)} experts, the base has another number of them")
 
-    def _count(self, holder: Holder) -> int:
+    def _count(self, holder: StackedWeight) -> int:
         """The number of experts of the base."""
         if holder.stacked:
             shape = self.base[holder.name]
             return shape[0] if len(shape) == 3 else 1
         return next(e for e in count() if not self._spots(holder.expert(e), 0))
 
-    def _has_rank(self, pair: Pair, choice: Choice, holder: Holder) -> bool:
+    def _has_rank(self, pair: Pair, choice: CandidateParameter, holder: StackedWeight) -> bool:
         """Whether a factor has the rank of a parameter of PEFT, once for each expert."""
         return self.adapter.catalog[pair.a].shape[0] == choice.rank * self._count(holder)
 
-    def _stack_turned(self, target: str, sizes: Sequence[tuple[int, int]], holders: Sequence[Holder]) -> bool:
+    def _stack_turned(self, target: str, sizes: Sequence[tuple[int, int]], holders: Sequence[StackedWeight]) -> bool:
         """Whether factors [out, in] are for weights [in, out]; one answer for all parameters of a module."""
         if self.adapter.in_out_everywhere:
             (size,), (holder,) = sizes, holders
@@ -464,9 +474,9 @@ class _Match:
         return found.pop()
 
 
-def _choices(pair: Pair) -> tuple[Choice, ...]:
+def _choices(pair: Pair) -> tuple[CandidateParameter, ...]:
     """The parameters that the factors of a stacked weight may belong to; of Paddle's, the weight itself."""
-    return pair.choices or (Choice("", pair.rank, pair.factor),)
+    return pair.choices or (CandidateParameter("", pair.rank, pair.factor),)
 
 
 def _starts(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is known of an adapter before there is a base (``Adapter``), and what it does to one (``Changes``)."""
+"""An adapter before it has a base (``Adapter``), and its changes to one (``Changes``)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.planning.relate import DerivedTensor, permute
 
-Kind = Literal["linear", "embedding", "stacked"]
+FactorKind = Literal["linear", "embedding", "stacked"]
 ANOTHER_MODEL = "is this the model for which the adapter was trained?"
-"""What to ask when shapes do not fit."""
+"""Question for errors about shapes that do not fit."""
 
 
-class Choice(NamedTuple):
+class CandidateParameter(NamedTuple):
     """A parameter of a module of PEFT that factors may belong to; file names do not say which."""
 
     name: str
@@ -31,24 +31,24 @@ class Pair(NamedTuple):
 
     target: str
     """The weight's name in the model that was trained; of a stacked weight of PEFT, the module that holds it."""
-    kind: Kind
+    kind: FactorKind
     a: str
     """Tensor name of the factor next to the input."""
     b: str
     """Tensor name of the factor next to the output."""
     rank: int
-    """As the config gives it; of each expert, if stacked."""
+    """Rank in the config; of each expert, if stacked."""
     factor: float
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[CandidateParameter, ...] = ()
     """Stacked weights of PEFT, in place of rank and factor."""
 
-    def of(self, choice: Choice) -> Pair:
+    def of(self, choice: CandidateParameter) -> Pair:
         """The same where it is known which parameter it is for."""
         return self._replace(rank=choice.rank, factor=choice.factor, choices=(choice,))
 
 
 class Factors(NamedTuple):
-    """What is added to one layer."""
+    """The low-rank factors for one layer."""
 
     up: DerivedTensor
     """[out, rank]"""
@@ -75,7 +75,7 @@ class Adapter(ABC):
     """One adapter directory; each library that writes adapters has a class of its own."""
 
     dialect: ClassVar[str]
-    """Of the models that its library trains."""
+    """Dialect of the models that its library trains."""
     in_out_everywhere: ClassVar[bool]
     """Whether ``in_out`` holds for all layers."""
     interleaves_qkv: ClassVar[bool]
@@ -91,7 +91,7 @@ class Adapter(ABC):
     """Whether the writer holds the weights of its linear layers as [in, out]: Paddle, and PEFT's fan_in_fan_out."""
     notes: tuple[str, ...] = ()
     in_place: frozenset[str] = frozenset()
-    """Of ``whole``, those that take the place of a weight for all layers that share it: tied ones stay tied."""
+    """Tensors of ``whole`` that replace a weight for all layers that share it: tied ones stay tied."""
 
     @property
     def files(self) -> list[DataFile]:
@@ -107,11 +107,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def factors(self, pair: Pair) -> Factors:
-        """Of a linear layer or a convolution."""
+        """Factors of a linear layer or a convolution."""
 
     @abstractmethod
     def experts(self, pair: Pair) -> list[Factors]:
-        """Of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
+        """Factors of each expert of a stacked weight. Raises ConflictError for shapes that are no stack."""
 
     def view(self, tensor: str) -> DerivedTensor:
         """One of its tensors."""
@@ -119,7 +119,7 @@ class Adapter(ABC):
         return DerivedTensor(tensor, t.dtype, t.shape, t)
 
 
-class Term(NamedTuple):
+class LowRankTerm(NamedTuple):
     """``factor * up @ down``, added to a box of a base tensor in the orientation in which that is stored.
 
     A base tensor of more than two axes is meant as a matrix with the columns that ``down`` has: experts [E, n, m] as
@@ -138,16 +138,16 @@ class Term(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
+    """The change of one base tensor: ``whole`` in its place, if there is one; then the terms, added in order."""
 
-    terms: tuple[Term, ...] = ()
+    terms: tuple[LowRankTerm, ...] = ()
     whole: DerivedTensor | None = None
     in_place: bool = False
     """``whole`` holds for all layers that share the base tensor."""
 
 
 class Changes(NamedTuple):
-    """By the name of the base tensor, in the order of the base; every tensor of the adapter is used."""
+    """Changes by the name of the base tensor, in the order of the base; every tensor of the adapter is used."""
 
     table: dict[str, Change]
     notes: tuple[str, ...] = ()

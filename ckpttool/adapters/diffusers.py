@@ -33,11 +33,11 @@ from ckpttool.storage.place import open_file
 
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
-"""In the header: the LoraConfig of each part as JSON, as diffusers writes it."""
+"""Header entry: the LoraConfig of each part as JSON, as diffusers writes it."""
 _OTHERS = (peft.STEM, "peft_model", "model", "diffusion_pytorch_model")
-"""How files begin that are something else."""
+"""Prefixes of files of other kinds."""
 DENOISERS = ("transformer", "unet")
-"""What sd-scripts calls ``lora_unet``."""
+"""Parts that sd-scripts calls ``lora_unet``."""
 _PARTS = (*DENOISERS, "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
 _KOHYA = re.compile(r"lora_(?P<part>unet|te\d?)_(?P<path>\w+)\.(?P<side>lora_down\.weight|lora_up\.weight|alpha)\Z")
 _KOHYA_PARTS = {
@@ -49,7 +49,7 @@ _DOTTED = re.compile(
     r"|\.lora_linear_layer\.down\.weight|\.lora_linear_layer\.up\.weight|\.alpha)\Z"
 )
 _OLD = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-"""What old files call the projections of text encoders."""
+"""Names in old files -> projections of text encoders."""
 
 _FLUX = (
     (r"double_blocks_(\d+)_img_attn_qkv", r"transformer_blocks.\1.attn.to_qkv"),
@@ -83,7 +83,7 @@ _LAYERS = 3
 
 
 class _Name(NamedTuple):
-    """What a tensor of the file is by its name."""
+    """The parsed name of a tensor of the file."""
 
     parts: tuple[str, ...]
     """The part of a pipeline that it belongs to, under the names that this may have; () where it does not say."""
@@ -135,9 +135,9 @@ def parts_of(listing: Listing) -> list[tuple[str, ...]]:
 
 
 def adapter(listing: Listing, part: str = "") -> Adapter:
-    """What a file changes in a part of a pipeline; ``part`` is "" for a model of its own.
+    """The adapter for a part of a pipeline in a file; ``part`` is "" for a model of its own.
 
-    Raises UnsupportedError for tensors that are no factors of plain LoRA, UsageError for a file that changes other
+    Raises UnsupportedError for tensors that are not factors of plain LoRA, UsageError for a file that changes other
     parts, too, and a model of its own, ConflictError and IncompleteError for what does not fit together.
     """
     place = listing.path(_file(listing))
@@ -182,7 +182,7 @@ def _file(listing: Listing) -> str:
 
 
 def _named(name: str, where: str) -> _Name:
-    """What a tensor is. Raises UnsupportedError for what plain LoRA does not have."""
+    """Parse a tensor's name. Raises UnsupportedError for tensors that plain LoRA does not have."""
     if m := _KOHYA.match(name):
         side = {"lora_down.weight": "A", "lora_up.weight": "B"}.get(m["side"], "alpha")
         parts = _KOHYA_PARTS.get(m["part"], ())
@@ -213,7 +213,7 @@ def _unabbreviated(path: str, *, text: bool) -> str:
 
 
 def _config(metadata: Mapping[str, str], parts: Sequence[str], where: str) -> dict[str, Any]:
-    """What the header says of the factors of a part; {} where it says nothing. Raises CorruptError."""
+    """The header's config for the factors of a part; {} where there is none. Raises CorruptError."""
     if METADATA not in metadata:
         return {}
     try:
@@ -254,7 +254,7 @@ def _pairs(named: Mapping[str, _Name], catalog: Catalog, config: Mapping[str, An
         a, b = both_sides(sides, where)
         shapes = catalog[a].shape, catalog[b].shape
         if min(map(len, shapes)) < 2 or shapes[0][0] != shapes[1][1]:
-            raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are no factors", where=where)
+            raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not factors", where=where)
         rank = shapes[0][0]
         factor = 1.0
         if "alpha" in sides:

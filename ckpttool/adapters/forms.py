@@ -1,4 +1,4 @@
-"""From changes of tensors as a model holds them in memory to changes of those in its files.
+"""Translate changes of tensors in memory to changes of those in the files.
 
 transformers 5 stacks experts and joins their gate and up projections; a renamed module is one that has one share.
 """
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
-from ckpttool.adapters.base import Change, Changes, Term
+from ckpttool.adapters.base import Change, Changes, LowRankTerm
 from ckpttool.errors import UnsupportedError
-from ckpttool.formats.base import ModelForm, Share
+from ckpttool.formats.base import ModelForm, TensorShare
 from ckpttool.planning.relate import take
 
 
@@ -39,7 +39,9 @@ def in_files(changes: Changes, form: ModelForm, where: str) -> Changes:
     return Changes(table, changes.notes)
 
 
-def _split(terms: Sequence[Term], shape: tuple[int, ...], shares: Sequence[Share]) -> dict[int, list[Term]]:
+def _split(
+    terms: Sequence[LowRankTerm], shape: tuple[int, ...], shares: Sequence[TensorShare]
+) -> dict[int, list[LowRankTerm]]:
     """The terms of a tensor [..., columns] by the shares of it, which have all columns and follow each other."""
     rows = [prod(s.shape[:-1]) for s in shares]
     stops = list(accumulate(rows))
@@ -48,7 +50,7 @@ def _split(terms: Sequence[Term], shape: tuple[int, ...], shares: Sequence[Share
     found = [sum(a * n for a, n in zip(s.start, steps, strict=False)) for s in shares]
     if found != starts or stops[-1] != prod(shape[:-1]) or any(s.shape[-1] != shape[-1] for s in shares):
         raise AssertionError(f"{[s.name for s in shares[:3]]} do not follow each other")
-    out: dict[int, list[Term]] = {}
+    out: dict[int, list[LowRankTerm]] = {}
     for t in terms:
         first, last = t.row, t.row + t.up.shape[0]
         at = bisect_right(starts, first) - 1

@@ -12,7 +12,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.adapters.base import Adapter, Factors, Kind, Pair, both_sides, check_dtypes, check_rank, number, scaling
+from ckpttool.adapters.base import (
+    Adapter,
+    FactorKind,
+    Factors,
+    Pair,
+    both_sides,
+    check_dtypes,
+    check_rank,
+    number,
+    scaling,
+)
 from ckpttool.core.catalog import Catalog, whole_tensor
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.planning.relate import unstack
@@ -88,7 +98,7 @@ def _with_bfloat16(catalog: Catalog) -> Catalog:
 def _pair(target: str, sides: Mapping[str, str], rank: int, factor: float, catalog: Catalog, path: str) -> Pair:
     a, b = both_sides(sides, path)
     shapes = catalog[a].shape, catalog[b].shape
-    kinds: dict[int, Kind] = {2: "linear", 3: "stacked"}
+    kinds: dict[int, FactorKind] = {2: "linear", 3: "stacked"}
     kind = kinds.get(len(shapes[0]))
     if kind is None or len(shapes[1]) != len(shapes[0]) or shapes[0][:-2] != shapes[1][:-2]:
         raise ConflictError(

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from ckpttool.adapters.base import (
     ANOTHER_MODEL,
     Adapter,
-    Choice,
+    CandidateParameter,
+    FactorKind,
     Factors,
-    Kind,
     Pair,
     both_sides,
     check_dtypes,
@@ -36,7 +36,7 @@ STEM = "adapter_model"
 PREFIX = "base_model.model."
 
 REFUSED = {
-    "use_dora": "DoRA scales the columns of the sum, which is no low-rank term",
+    "use_dora": "DoRA scales the columns of the sum, which is not a low-rank term",
     "lora_bias": "its layers bring biases of their own",
     "layer_replication": "it repeats layers of the base",
     "alora_invocation_tokens": "aLoRA is only active after certain tokens, so there is no merged model",
@@ -57,12 +57,12 @@ STARTS = {"gaussian", "eva", "orthogonal", "mica"}
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<rest>(?:\.[^.]+){0,2})\Z")
 _WRAPPER = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)(?=\.)")
-"""What the names of wrapped modules have that the base's names do not."""
+"""Infix in the names of wrapped modules that the base's names lack."""
 
 
-class _Factor(NamedTuple):
+class _FactorName(NamedTuple):
     module: str
-    kind: Kind
+    kind: FactorKind
     side: str
 
 
@@ -102,7 +102,7 @@ def adapter(where: str, config: Mapping[str, Any], catalog: Catalog) -> Adapter:
     path = f"{where}/{CONFIG}"
     check(config, path)
     check_dtypes(catalog)
-    factors: dict[tuple[str, Kind], dict[str, str]] = {}
+    factors: dict[tuple[str, FactorKind], dict[str, str]] = {}
     whole: dict[str, str] = {}
     in_place = set()
     notes = []
@@ -154,8 +154,8 @@ def check(config: Mapping[str, Any], path: str) -> None:
             raise UnsupportedError(f"the adapter has `{field}`, which is not known", where=path)
 
 
-def _factor(name: str, path: str) -> _Factor | None:
-    """What a tensor is by its name; None for a tensor that was trained as it is."""
+def _factor(name: str, path: str) -> _FactorName | None:
+    """The factor that a tensor is by its name; None for a tensor that was trained in full."""
     found = _FACTOR.fullmatch(name)
     if found is None:
         if re.search(r"(?:^|\.)lora_", name) or ".token_adapter." in name:
@@ -167,11 +167,11 @@ def _factor(name: str, path: str) -> _Factor | None:
         raise UnsupportedError(f"`{name}`: {REFUSED['lora_bias']}", where=path)
     if len(rest) - weight > 1 or (not found["embedding"] and not weight):
         raise UnsupportedError(f"`{name}` is nothing that plain LoRA has", where=path)
-    return _Factor(found["module"], "embedding" if found["embedding"] else "linear", found["side"])
+    return _FactorName(found["module"], "embedding" if found["embedding"] else "linear", found["side"])
 
 
 def _pair(
-    module: str, kind: Kind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
+    module: str, kind: FactorKind, sides: Mapping[str, str], config: Mapping[str, Any], catalog: Catalog, path: str
 ) -> Pair:
     a, b = both_sides(sides, path)
     plain = module.replace(".base_layer", "")
@@ -179,7 +179,7 @@ def _pair(
     if min(map(len, shapes)) < 2:
         raise ConflictError(f"`{a}` {list(shapes[0])} and `{b}` {list(shapes[1])} are not matrices", where=path)
     if parameters := _parameters(plain, config, path) if kind == "linear" else ():
-        choices = tuple([Choice(p, *rank_of(f"{plain}.{p}", config, path)) for p in parameters])
+        choices = tuple([CandidateParameter(p, *rank_of(f"{plain}.{p}", config, path)) for p in parameters])
         return Pair(plain, "stacked", a, b, 0, 0.0, choices)
     rank, factor = rank_of(plain, config, path)
     check_rank(catalog, a, b, (shapes[0][0], shapes[1][1]), rank, path)

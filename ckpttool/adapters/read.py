@@ -15,7 +15,7 @@ from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.place import parse_place, read_each
 
 READERS = {peft.CONFIG: (peft.STEM, peft.adapter), paddle.CONFIG: (paddle.STEM, paddle.adapter)}
-"""By the name of the config: what the names of the weight files begin with, and what makes sense of both."""
+"""Config's name -> prefix of the weight files, and the function that reads both."""
 OTHERS = {
     "prefix_config.json": "prefix tuning",
     "vera_config.json": "VeRA",

@@ -10,6 +10,6 @@ Where Paddle drops a statement without a word, or lets one statement overwrite a
 from ckpttool.aoa.apply import apply_aoa
 from ckpttool.aoa.invert import invert
 from ckpttool.aoa.parse import parse_aoa, parse_statement, read_aoa
-from ckpttool.aoa.statement import Place, Statement, Var
+from ckpttool.aoa.statement import Statement, StatementPlace, Var
 
-__all__ = ["Place", "Statement", "Var", "apply_aoa", "invert", "parse_aoa", "parse_statement", "read_aoa"]
+__all__ = ["Statement", "StatementPlace", "Var", "apply_aoa", "invert", "parse_aoa", "parse_statement", "read_aoa"]

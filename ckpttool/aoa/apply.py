@@ -15,7 +15,7 @@ from typing import Never
 from ckpttool.aoa.statement import DTYPES, NOTHING, PLACEHOLDER, Cast, Statement, Var
 from ckpttool.core.patterns import nearest_hint
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.layout.rules import Size
+from ckpttool.layout.rules import CutSize
 from ckpttool.layout.scales import weight_of
 from ckpttool.planning.relate import DerivedTensor, TensorTable, concat, deinterleave, interleave, permute, take
 
@@ -25,12 +25,12 @@ _OTHER_TOWERS = re.compile(r"vis(ion|ual)|audio|image", re.IGNORECASE)
 
 
 @dataclass(slots=True)
-class _Slot:
+class _TableEntry:
     """A name of the table."""
 
     view: DerivedTensor
     place: int
-    """Of the first source it is made of, in the order of the source."""
+    """Position of its first source, in the order of the source."""
     by: Statement | None = None
     """The statement that wrote it; None for a tensor of the source."""
     used: bool = False
@@ -43,7 +43,7 @@ class _Slot:
         return not self.used or self.kept is not None
 
 
-class _Names:
+class _NameIndex:
     """All names that a statement may read, found by pattern."""
 
     def __init__(self, names: Iterator[str] | Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class _Bound:
 
 
 def apply_aoa(
-    views: TensorTable, statements: Sequence[Statement], *, sizes: Mapping[str, Size] | None = None
+    views: TensorTable, statements: Sequence[Statement], *, sizes: Mapping[str, CutSize] | None = None
 ) -> TensorTable:
     """The views after ``statements``; tensors that no statement names pass through.
 
@@ -117,26 +117,26 @@ def apply_aoa(
     tensors of one name and for dtypes and head counts that are not so, LayoutError for shapes that do not fit and
     UnsupportedError for what only Paddle can do. All name file, statement and the names it stood for.
     """
-    run = _Run(views, sizes or {})
+    run = _Interpreter(views, sizes or {})
     for statement in statements:
         for bound in run.expand(statement):
             run.carry_out(bound)
     return run.result()
 
 
-class _Run:
+class _Interpreter:
     """The table while statements are carried out."""
 
-    def __init__(self, views: TensorTable, sizes: Mapping[str, Size]) -> None:
+    def __init__(self, views: TensorTable, sizes: Mapping[str, CutSize]) -> None:
         self.before = views
         self.sizes = sizes
-        self.slots = {v.name: _Slot(v, i) for i, v in enumerate(views)}
+        self.slots = {v.name: _TableEntry(v, i) for i, v in enumerate(views)}
         self.dropped: dict[str, _Bound] = {}
         self.gone: list[str] = []
         """Dropped while no other tensor had been made of it."""
         self.lost = 0
         """Bytes of those."""
-        self.names = _Names(list(self.slots))
+        self.names = _NameIndex(list(self.slots))
 
     # -- which names a statement stands for
 
@@ -224,7 +224,7 @@ class _Run:
         for v, view in zip(bound.right, made, strict=True):
             self._put(bound, v.name, _transposed(view) if v.transposed else view, place)
 
-    def _get(self, bound: _Bound, name: str) -> _Slot:
+    def _get(self, bound: _Bound, name: str) -> _TableEntry:
         if name in self.dropped:
             hint = f"it was dropped by `{self.dropped[name].statement.text}`"
             bound.wrong(ConflictError, f"`{name}` is read after it was dropped", hint)
@@ -233,7 +233,7 @@ class _Run:
             bound.wrong(UsageError, f"there is no tensor `{name}`", nearest_hint(name, self.slots))
         return slot
 
-    def _drop(self, bound: _Bound, slot: _Slot) -> None:
+    def _drop(self, bound: _Bound, slot: _TableEntry) -> None:
         name = bound.left[0].name
         if slot.kept is not None:
             bound.wrong(ConflictError, f"`{name}` is kept by `{slot.kept.text}` and dropped here")
@@ -261,7 +261,7 @@ class _Run:
         self.dropped.pop(name, None)
         # Taken out and put in anew: of names with one place, the last written stands last.
         self.slots.pop(name, None)
-        self.slots[name] = _Slot(view.named(name), place, bound.statement)
+        self.slots[name] = _TableEntry(view.named(name), place, bound.statement)
         self.names.add(name)
 
     def _make(self, bound: _Bound, sources: Sequence[DerivedTensor]) -> list[DerivedTensor]:
@@ -366,7 +366,7 @@ class _Run:
     # -- the end
 
     def result(self) -> TensorTable:
-        """What is left, each where its first source stood."""
+        """The remaining tensors, each at the position of its first source."""
         for name, old in self.slots.items():
             weight = weight_of(name, self.before.table)
             if weight is None or not old.is_output or old.by is not None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Never
 
 from ckpttool.aoa.invert import invert
-from ckpttool.aoa.statement import DTYPES, MACROS, NOTHING, PLACEHOLDER, Cast, Place, Statement, Var
+from ckpttool.aoa.statement import DTYPES, MACROS, NOTHING, PLACEHOLDER, Cast, Statement, StatementPlace, Var
 from ckpttool.core.files import Place as File
 from ckpttool.errors import CkptError, UnsupportedError, UsageError
 
@@ -38,16 +38,16 @@ class _Token(NamedTuple):
     kind: str
     text: str
     column: int
-    """Where it starts, from 1."""
+    """Column where it starts, from 1."""
 
 
 _Attributes = Mapping[str, tuple[_Token, str | int]]
 
 
-class _Reader:
+class _TokenReader:
     """The tokens of one statement and the place to blame."""
 
-    def __init__(self, text: str, place: Place) -> None:
+    def __init__(self, text: str, place: StatementPlace) -> None:
         self.text, self.place = text, place
         self.tokens = self._tokens()
         self.next = 0
@@ -141,7 +141,7 @@ def parse_aoa(text: str, file: str = "<text>") -> list[Statement]:
         code = _without_comment(line)
         if code.strip():
             lead = len(code) - len(code.lstrip())
-            out.append(parse_statement(code.strip(), Place(file, line=number, shift=lead)))
+            out.append(parse_statement(code.strip(), StatementPlace(file, line=number, shift=lead)))
     if not out:
         raise UsageError("the AOA file has no statement", where=file)
     return out
@@ -186,7 +186,7 @@ def _from_json(text: str, file: str) -> list[Statement]:
         raise UsageError("`aoa_statements` must be a list of strings", where=file)
     out = []
     for number, entry in enumerate(document, 1):
-        place = Place(file, number=number)
+        place = StatementPlace(file, number=number)
         if not isinstance(entry, str):
             raise UsageError("a statement must be a string", where=place.at())
         if not entry.strip():
@@ -206,9 +206,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def parse_statement(text: str, place: Place = Place("<text>", number=1)) -> Statement:  # noqa: B008  # a constant
+def parse_statement(text: str, place: StatementPlace = StatementPlace("<text>", number=1)) -> Statement:  # noqa: B008  # a constant
     """One statement. Raises UsageError or UnsupportedError with file, statement, column and the offending token."""
-    reader = _Reader(text, place)
+    reader = _TokenReader(text, place)
     arrows = [t for t in reader.tokens if t.kind == "arrow"]
     if not arrows:
         reader.wrong("a statement needs `->`", len(text) + 1, hint="`source -> target`")
@@ -221,7 +221,7 @@ def parse_statement(text: str, place: Place = Place("<text>", number=1)) -> Stat
     return _statement(reader, left, right, attributes)
 
 
-def _names(reader: _Reader) -> list[Var]:
+def _names(reader: _TokenReader) -> list[Var]:
     out: list[Var] = []
     while True:
         out += _name(reader)
@@ -231,7 +231,7 @@ def _names(reader: _Reader) -> list[Var]:
         reader.next += 1
 
 
-def _name(reader: _Reader) -> list[Var]:
+def _name(reader: _TokenReader) -> list[Var]:
     """A name, or all that ``name[a:b]`` stands for."""
     token = reader.take("a name")
     if token.kind != "ident":
@@ -262,7 +262,7 @@ def _name(reader: _Reader) -> list[Var]:
     return _span(reader, token, name, transposed=transposed)
 
 
-def _span(reader: _Reader, token: _Token, name: str, *, transposed: bool) -> list[Var]:
+def _span(reader: _TokenReader, token: _Token, name: str, *, transposed: bool) -> list[Var]:
     """``name[a:b]`` is name_a, ..., name_b-1."""
     opening = reader.take("`[`")
     if transposed or "*" in name:
@@ -282,7 +282,7 @@ def _span(reader: _Reader, token: _Token, name: str, *, transposed: bool) -> lis
     return [Var(f"{name}_{i}", transposed=False, column=token.column) for i in range(a, b)]
 
 
-def _right_side(reader: _Reader) -> tuple[list[Var], dict[str, tuple[_Token, str | int]]]:
+def _right_side(reader: _TokenReader) -> tuple[list[Var], dict[str, tuple[_Token, str | int]]]:
     """Targets, and attributes by key; a macro is an attribute without a value."""
     right = list(_name(reader))
     attributes: dict[str, tuple[_Token, str | int]] = {}
@@ -311,7 +311,7 @@ def _right_side(reader: _Reader) -> tuple[list[Var], dict[str, tuple[_Token, str
     return right, attributes
 
 
-def _value(reader: _Reader, key: _Token) -> str | int:
+def _value(reader: _TokenReader, key: _Token) -> str | int:
     value = reader.take("a value")
     if key.text in _NUMBERS:
         if value.kind != "number":
@@ -325,7 +325,7 @@ def _value(reader: _Reader, key: _Token) -> str | int:
     return reader.blame(f"`{key.text}` is not an attribute", key, f"known: {known}")
 
 
-def _statement(reader: _Reader, left: list[Var], right: list[Var], attributes: _Attributes) -> Statement:
+def _statement(reader: _TokenReader, left: list[Var], right: list[Var], attributes: _Attributes) -> Statement:
     """Check what can be checked without a checkpoint."""
 
     def number(key: str) -> int | None:
@@ -379,7 +379,7 @@ def _statement(reader: _Reader, left: list[Var], right: list[Var], attributes: _
     return statement
 
 
-def _check_names(reader: _Reader, left: list[Var], right: list[Var]) -> None:
+def _check_names(reader: _TokenReader, left: list[Var], right: list[Var]) -> None:
     for v in right:
         if v.transposed:
             hint = f"first `... -> {v.name}`, then `{v.name}^T -> {v.name}`"
@@ -412,7 +412,7 @@ def _check_names(reader: _Reader, left: list[Var], right: list[Var]) -> None:
             reader.blame(f"`{v.name}` lacks {missing[0]}: every name of the statement must have it", v)
 
 
-def _check_macro(reader: _Reader, s: Statement, attributes: _Attributes, *, unknown: bool) -> None:
+def _check_macro(reader: _TokenReader, s: Statement, attributes: _Attributes, *, unknown: bool) -> None:
     token = attributes[str(s.macro)][0]
     sides = (len(s.left), len(s.right))
     allowed = {
@@ -436,7 +436,7 @@ def _check_macro(reader: _Reader, s: Statement, attributes: _Attributes, *, unkn
         reader.blame(what, attributes["num_heads"][0], "num_key_value_groups is the number of key/value heads")
 
 
-def _permutation(reader: _Reader, key: _Token, value: str | int) -> tuple[int, ...]:
+def _permutation(reader: _TokenReader, key: _Token, value: str | int) -> tuple[int, ...]:
     m = re.fullmatch(r"\s*\[\s*(\d+(?:\s*,\s*\d+)*)?\s*,?\s*\]\s*", str(value))
     order = tuple(int(n) for n in m.group(1).split(",")) if m and m.group(1) else ()
     if m is None or sorted(order) != list(range(len(order))):
@@ -446,7 +446,7 @@ def _permutation(reader: _Reader, key: _Token, value: str | int) -> tuple[int, .
     return order
 
 
-def _cast(reader: _Reader, attributes: _Attributes) -> Cast | None:
+def _cast(reader: _TokenReader, attributes: _Attributes) -> Cast | None:
     given = [k for k in ("dtype", "src_dtype", "dst_dtype") if k in attributes]
     if not given:
         return None

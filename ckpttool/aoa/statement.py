@@ -1,4 +1,4 @@
-"""What a statement says, and how one is written out again."""
+"""Statements as data, and their text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 PLACEHOLDER = re.compile(r"\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID")
 
 
-class Place(NamedTuple):
-    """Where a statement stands, for messages."""
+class StatementPlace(NamedTuple):
+    """The place of a statement, for messages."""
 
     file: str
     line: int = 0
-    """Of a text file, from 1; 0 when ``number`` says it."""
+    """Line of a text file, from 1; 0 when ``number`` is given."""
     number: int = 0
-    """Of a list, from 1."""
+    """Position in a list, from 1."""
     shift: int = 0
     """Columns before the statement in its line."""
 
@@ -52,7 +52,7 @@ class Cast(NamedTuple):
 
     to: str
     of: str | None = None
-    """What the tensor must be before; only then can the cast be undone."""
+    """The dtype that the tensor must have before; only then can the cast be undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Statement:
     left: tuple[Var, ...]
     right: tuple[Var, ...]
     text: str
-    """As it was written."""
-    place: Place
+    """Text as it was written."""
+    place: StatementPlace
     axis: int | None = None
     permute: tuple[int, ...] | None = None
     """() reverses all axes."""
@@ -108,6 +108,6 @@ class Statement:
 
     @property
     def where(self) -> list[str]:
-        """For an error: the place and the text."""
+        """The place and the text, for an error."""
         what = [self.place.at(), self.text]
         return [*what, f"turned round: {self}"] if self.inverted else what

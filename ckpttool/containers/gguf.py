@@ -37,32 +37,32 @@ _CODED = {
     15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-"""Those that are not read."""
+"""Block types that are not read."""
 _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
 
 
-class Described(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of the file."""
 
     name: str
     dtype: str
-    """Of its elements; F32 where they are Q8_0."""
+    """Dtype of its elements; F32 where they are Q8_0."""
     shape: tuple[int, ...]
     offset: int
-    """In the file."""
+    """Byte offset in the file."""
     nbytes: int
-    """In the file."""
+    """Bytes in the file."""
     coded: bool
     """Its elements are Q8_0."""
 
 
 class GgufFile(NamedTuple):
-    """What the header says."""
+    """The parsed header."""
 
     info: DataFile
     keys: dict[str, Any]
-    """Without long arrays, which are None."""
-    tensors: list[Described]
+    """Metadata without long arrays, which are None."""
+    tensors: list[GgufTensor]
 
 
 def read_gguf(path: Place) -> GgufFile:
@@ -72,10 +72,10 @@ def read_gguf(path: Place) -> GgufFile:
     UnsupportedError for big-endian files, versions and types that are not read.
     """
     with readable(path), open_file(path) as file:
-        return _Header(file, path).read()
+        return _GgufHeader(file, path).read()
 
 
-class _Header:
+class _GgufHeader:
     """A header that is being read."""
 
     def __init__(self, file: OpenFile, path: Place) -> None:
@@ -174,7 +174,7 @@ class _Header:
         self.check(placed, base, alignment)
         return GgufFile(self.file.info, said, placed)
 
-    def tensor(self) -> Described:
+    def tensor(self) -> GgufTensor:
         name, axes = self.text(), self.number("I")
         if axes > 8:
             self.corrupt(f"tensor `{name[:80]}` has {axes} axes")
@@ -191,14 +191,16 @@ class _Header:
             self.corrupt(f"tensor `{name[:80]}` has the shape {list(shape)}, which is too large")
         if kind == Q8_0:
             if not shape or shape[-1] % Q8_ELEMENTS:
-                self.corrupt(f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are no blocks of {Q8_ELEMENTS}")
-            return Described(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
+                self.corrupt(
+                    f"tensor `{name[:80]}` {list(shape)} is Q8_0, and its rows are not whole blocks of {Q8_ELEMENTS}"
+                )
+            return GgufTensor(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
         if kind not in _DTYPES:
             self.corrupt(f"tensor `{name[:80]}` has the type {kind}, which there is not")
         dtype = _DTYPES[kind]
-        return Described(name, dtype, shape, offset, elements * _SIZES[dtype], coded=False)
+        return GgufTensor(name, dtype, shape, offset, elements * _SIZES[dtype], coded=False)
 
-    def check(self, tensors: list[Described], base: int, alignment: int) -> None:
+    def check(self, tensors: list[GgufTensor], base: int, alignment: int) -> None:
         """Tensors lie in the file, aligned, and not on each other; each name is there once."""
         names: set[str] = set()
         end, last, size = base, "", self.file.info.size

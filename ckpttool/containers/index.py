@@ -69,9 +69,9 @@ def is_member(name: str, named: Collection[str]) -> bool:
 
 
 def misplaced(file: str) -> str:
-    """Why what an index names is no file beside it; "" for what may be one."""
+    """Reason why an index's entry cannot be a file beside it; "" if it can."""
     if not file:
-        return "which is no name"
+        return "which is not a name"
     if "/" in file or "\\" in file or file == "..":
         return "which is outside of the checkpoint"
     return "which is a directory" if file == "." else ""
@@ -91,17 +91,17 @@ def total_size(data: Mapping[str, Any]) -> int | float | None:
 
 
 class Settled(NamedTuple):
-    """What an index shall say."""
+    """The content of an index to write."""
 
     mapping: dict[str, str]
     total: int
     fields: dict[str, Any]
-    """Beside the map and the total."""
+    """Fields besides the map and the total."""
     notes: list[str]
 
 
 class IndexRules:
-    """How a format's indexes differ from Hugging Face's, whose rules these are."""
+    """A format's rules for indexes; the defaults are Hugging Face's."""
 
     stems: Mapping[str, str] = MappingProxyType({})
     """Stems of the sets that have an index each -> what they hold. None: a checkpoint is one set, of any stem."""
@@ -109,7 +109,7 @@ class IndexRules:
     """A tensor may be in several files that hold runs of it, and a file without tensors need not be there."""
     indent = 2
     end = "\n"
-    """Of a file that is written."""
+    """Line end of a file that is written."""
 
     def of_rank(self, name: str) -> tuple[str, int]:
         """(stem, part) of a file that one rank wrote for itself, which no map names; ("", 0) for any other."""
@@ -141,7 +141,7 @@ class IndexRules:
         files: Iterable[str],
         tensors: Mapping[str, Sequence[StoredTensor]],
     ) -> Settled:
-        """What the index of a stem says of these merged files.
+        """The index of a stem for these merged files.
 
         ``old`` is None where there is none that can be read; ``tensors`` are those of all files of the directory.
         """
@@ -157,5 +157,5 @@ class IndexRules:
         return None
 
     def lacks(self, stem: str, data: Mapping[str, Any]) -> str:
-        """What readers of an index ask for and it does not say; "" for nothing."""
+        """The entry that readers of an index need and it lacks; "" for none."""
         return ""

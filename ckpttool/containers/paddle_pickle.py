@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from ckpttool.containers.pickle import (
     MAX_AXES,
     NUMPY,
-    Array,
     Global,
     Machine,
-    Vocabulary,
+    PickledArray,
+    PickleVocabulary,
     interpret,
     opened,
     printable,
@@ -47,7 +47,7 @@ def _eval(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
     return args[1]["data"]
 
 
-PADDLE = Vocabulary(
+PADDLE = PickleVocabulary(
     "Paddle's writer",
     "Paddle itself would run it, so do not load a file that you do not trust",
     {**NUMPY, ("builtins", "eval"): _eval, ("__builtin__", "eval"): _eval},
@@ -68,9 +68,9 @@ def read_pickle(path: Place) -> Any:
 class PaddleFile(NamedTuple):
     """A dict that ``paddle.save`` wrote."""
 
-    tensors: dict[str, Array]
-    """Of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
-    chunks: dict[str, tuple[Array, ...]]
+    tensors: dict[str, PickledArray]
+    """Tensors of the dict itself, not of dicts in it. A tensor in ``chunks`` is here too, whole, with offset -1."""
+    chunks: dict[str, tuple[PickledArray, ...]]
     """Tensors that protocols 2 and 3 cut at 1 GiB: flat parts in row-major order, none of which is in ``tensors``."""
     structured: dict[str, str]
     """Name in the model -> name of the parameter."""
@@ -84,7 +84,7 @@ def read_paddle(path: Place) -> PaddleFile:
     with opened(path) as file:
         value, _ = interpret(file, PADDLE)
     if not isinstance(value, dict):
-        kind = "a single tensor" if isinstance(value, Array) else f"a {type(value).__name__}"
+        kind = "a single tensor" if isinstance(value, PickledArray) else f"a {type(value).__name__}"
         raise UnsupportedError(
             f"the file holds {kind}, not a dict of tensors", where=str(path), hint="save a state dict with paddle.save"
         )
@@ -93,7 +93,7 @@ def read_paddle(path: Place) -> PaddleFile:
         isinstance(k, str) and isinstance(v, str) for k, v in structured.items()
     ):
         raise CorruptError(f"{STRUCTURED} is not a dict of names", where=str(path))
-    tensors: dict[str, Array] = {}
+    tensors: dict[str, PickledArray] = {}
     other: dict[str, Any] = {}
     parts = value.pop(CHUNKED, {})
     for key, v in value.items():
@@ -101,7 +101,7 @@ def read_paddle(path: Place) -> PaddleFile:
             raise CorruptError(f"the dict has a key {quoted(key)}, which is not a name", where=str(path))
         if len(key) > MAX_NAME:
             raise UnsupportedError(f"the name {quoted(key)} is longer than {MAX_NAME} characters", where=str(path))
-        if isinstance(v, Array):
+        if isinstance(v, PickledArray):
             tensors[key] = v
         else:
             other[key] = v
@@ -109,12 +109,12 @@ def read_paddle(path: Place) -> PaddleFile:
     return PaddleFile(tensors, chunks, structured, other, file.info)
 
 
-def _join(tensors: dict[str, Array], parts: Any, path: Place) -> dict[str, tuple[Array, ...]]:
+def _join(tensors: dict[str, PickledArray], parts: Any, path: Place) -> dict[str, tuple[PickledArray, ...]]:
     """Put tensors that were cut into the place of their parts (io_utils._pack_loaded_dict). Raises CorruptError."""
     where = str(path)
     if not isinstance(parts, dict):
         raise CorruptError(f"{CHUNKED} is not a dict", where=where)
-    chunks: dict[str, tuple[Array, ...]] = {}
+    chunks: dict[str, tuple[PickledArray, ...]] = {}
     for name, entry in parts.items():
         shape = entry.get("OriginShape") if isinstance(entry, dict) else None
         names = entry.get("slices") if isinstance(entry, dict) else None
@@ -146,5 +146,5 @@ def _join(tensors: dict[str, Array], parts: Any, path: Place) -> dict[str, tuple
     # Only now, so that no tensor put together is taken for a part of another.
     for name, held in chunks.items():
         shape, nbytes = tuple(parts[name]["OriginShape"]), sum(a.nbytes for a in held)
-        tensors[name] = Array(held[0].dtype, shape, -1, nbytes, held[0].file)
+        tensors[name] = PickledArray(held[0].dtype, shape, -1, nbytes, held[0].file)
     return chunks

@@ -3,12 +3,12 @@
 A pickle is a program for a stack machine, and a loader that runs it runs whatever its author wanted (``paddle.load``
 is such a loader: measured with paddlepaddle 3.3.1). Nothing is ever unpickled here. Opcodes that make plain values do
 so; the few classes and functions that a writer names are stand-ins which only note what they were given; everything
-else is refused by name. What a writer names is its ``Vocabulary``: Paddle's is in ``paddle_pickle``, torch's in
+else is refused by name. What a writer names is its ``PickleVocabulary``: Paddle's is in ``paddle_pickle``, torch's in
 ``torch_pickle``. The bytes of arrays are passed over, so that a file of any size is indexed by its structure alone:
 
     file.pdparams                              what read_pickle gives
     80 04 95 <frame>                           {
-    } ( 8c "fc.w_0"                              "fc.w_0": Array(
+    } ( 8c "fc.w_0"                              "fc.w_0": PickledArray(
       <_reconstruct> <ndarray> (0,) b'b' R                   "F32",        from dtype ('f4', ...) and its order '<'
       ( 1 (4,3) <dtype f4 '<'> False                         (4, 3),       from the state's shape
         C 30 <48 bytes> t b   <--------------------------    offset, 48)   where these bytes lie in the file
@@ -63,14 +63,14 @@ MAX_INT = 255
 """Bytes of one integer: what LONG1 can say."""
 
 MAX_FIELDS = 64
-"""Of one Record; Paddle's have six."""
+"""Most fields of one PickledObject; Paddle's have six."""
 
 _LAZY = 1 << 10
 """Texts of more bytes than this are passed over until somebody wants them: in protocol 2 they are tensors."""
 _WINDOW = 1 << 16
 
 
-class Array(NamedTuple):
+class PickledArray(NamedTuple):
     """A numpy array in a pickle: where its bytes lie."""
 
     dtype: str
@@ -85,10 +85,10 @@ class Array(NamedTuple):
     fortran: bool = False
     """Column-major; only ever true with two axes or more."""
     name: str = ""
-    """Of the tensor, where the pickle has Paddle's ``(name, array)``."""
+    """Name of the tensor, where the pickle has Paddle's ``(name, array)``."""
 
 
-class Record(NamedTuple):
+class PickledObject(NamedTuple):
     """An instance of an allowed class; equal to nothing but itself, because it is filled after it is made."""
 
     cls: str
@@ -118,7 +118,7 @@ class Global(NamedTuple):
         return printable(f"{self.module}.{self.name}")
 
 
-class _Text:
+class _LongText:
     """A long text, still in the file."""
 
     __slots__ = ("blob", "nbytes", "offset", "value")
@@ -155,7 +155,7 @@ class _Empty:
     __slots__ = ("array",)
 
     def __init__(self) -> None:
-        self.array: Array | Record | None = None
+        self.array: PickledArray | PickledObject | None = None
 
 
 class _Args:
@@ -185,8 +185,10 @@ _STRUCT = {code: letters for code, _, letters in (c.split(":") for c in _CODES.s
 _DTYPE_VERSIONS = (0, 1, 2, 3, 4)
 """Versions of a dtype's state that numpy reads; an array's state has the version 1."""
 
-_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes, complex, slice, Array, Record})
-_CONTAINERS = frozenset({dict, list, tuple, Record})
+_PLAIN = frozenset(
+    {str, int, float, bool, type(None), dict, list, tuple, bytes, complex, slice, PickledArray, PickledObject}
+)
+_CONTAINERS = frozenset({dict, list, tuple, PickledObject})
 _KEYS = frozenset({str, int, bool, type(None), bytes, Global})
 
 
@@ -205,21 +207,21 @@ Call = Callable[["Machine", Global, tuple[Any, ...]], Any]
 """Makes a value of a function or class that a pickle calls, and of what it calls it with."""
 
 
-class Vocabulary(NamedTuple):
-    """What the pickles of one writer name, and what becomes of it."""
+class PickleVocabulary(NamedTuple):
+    """The globals that one writer's pickles may name, and their stand-ins."""
 
     writer: str
     """Completes "which ... does not"."""
     danger: str
-    """Who would run what is refused: a hint."""
+    """Hint that names who would run the refused code."""
     calls: Mapping[tuple[str, str], Call]
     """Functions and classes by module and name."""
     records: Mapping[tuple[str, str], str] = {}
     """Classes whose instances are made without arguments and then filled, and what their Records are called."""
     refuses: Callable[[Global], bool] = lambda _: True
-    """Of all other names: whether the pickle is refused. What is not becomes an inert Record wherever it is used."""
+    """Whether another name refuses the pickle. If not, it becomes an inert PickledObject wherever it is used."""
     builds: Mapping[type, Callable[[Machine, Any, Any], None]] = {}
-    """How values of a type take the state that BUILD gives them, besides numpy's and ``records``."""
+    """Functions that set the state from BUILD on values of a type, besides numpy's and ``records``."""
     opcodes: Mapping[int, Callable[[Machine], None]] = {}
     """Besides the machine's own."""
     plain: frozenset[type] = frozenset()
@@ -232,7 +234,7 @@ class Vocabulary(NamedTuple):
 class Machine:
     """One pickle being read: bytes ``begin`` to ``end`` of a file."""
 
-    def __init__(self, file: OpenFile, vocabulary: Vocabulary, begin: int, end: int) -> None:
+    def __init__(self, file: OpenFile, vocabulary: PickleVocabulary, begin: int, end: int) -> None:
         self.file, info = file, file.info
         self.path, self.begin, self.size, self.info = info.place, begin, end, info
         self.vocabulary = vocabulary
@@ -241,7 +243,7 @@ class Machine:
         self.decoded = info._replace(encoding=self.encoding)
         self.protocol = 0
         self.text_at: dict[int, int] = {}
-        """Where short texts of protocol 2 begin, by their identity: some are the elements of an array."""
+        """Offsets of short texts of protocol 2, by their identity: some are the elements of an array."""
         # The window of the file that is in memory.
         self.buffer = b""
         self.base = 0
@@ -447,7 +449,7 @@ class Machine:
         if type(v) not in _CONTAINERS:
             return v
         if id(v) in path:
-            return self.inert(v.cls if type(v) is Record else type(v).__name__, "a value that holds this one")
+            return self.inert(v.cls if type(v) is PickledObject else type(v).__name__, "a value that holds this one")
         if id(v) in done:
             return done[id(v)][1]
         if len(path) > MAX_DEPTH:
@@ -458,7 +460,7 @@ class Machine:
             items = tuple([self.acyclic(x, path, done) for x in v])
             new = v if all(map(is_, items, v)) else items
         else:
-            held: Any = v.fields if type(v) is Record else v
+            held: Any = v.fields if type(v) is PickledObject else v
             for at, x in enumerate(held) if type(held) is list else held.items():
                 held[at] = self.acyclic(x, path, done)
         path.remove(id(v))
@@ -476,10 +478,10 @@ class Machine:
                 kind = type(v)
                 if kind not in _CONTAINERS:
                     continue
-                held = v.values() if kind is dict else v.fields.values() if kind is Record else v
+                held = v.values() if kind is dict else v.fields.values() if kind is PickledObject else v
                 inner = [x for x in held if type(x) in _CONTAINERS]
                 if kind is dict:
-                    inner += [k for k in v if type(k) is Record]
+                    inner += [k for k in v if type(k) is PickledObject]
                 seen += 1 + len(held)
                 if seen > most:
                     self.refuse("a few values of the pickle stand in very many places", "no checkpoint known does this")
@@ -509,7 +511,7 @@ class Machine:
                 v.value = self.named(v.items)
             return v.value
         odd = self.vocabulary.keeps_odd
-        if kind in (_Blob, _Text):
+        if kind in (_Blob, _LongText):
             if odd and v.nbytes > MAX_TEXT:
                 return self.inert("bytes" if kind is _Blob else "str", v.nbytes)
             return self.bytes_of(v) if kind is _Blob else self.text_of(v)
@@ -518,19 +520,19 @@ class Machine:
         what = f"a numpy dtype `{v.code}`" if kind is _Dtype else f"`{v}` itself"
         return self.refuse(f"the pickle stores {what}, which is not a value of a checkpoint")
 
-    def inert(self, cls: str, *args: Any) -> Record:
-        """What is no value of a checkpoint, by its class and what is known of it."""
+    def inert(self, cls: str, *args: Any) -> PickledObject:
+        """A stand-in for an object that is not a checkpoint's value: its class and arguments."""
         self.made += 2 + len(args)
-        return Record(cls, {"args": args})
+        return PickledObject(cls, {"args": args})
 
     def named(self, items: tuple[Any, ...]) -> Any:
         """Paddle's ``(name, array)``, which its loader takes for a tensor however the tuple was made."""
         if len(items) == 2 and type(items[1]) is _Empty and type(items[0]) is str:
-            array: Array | Record = self.plain(items[1])
-            return array._replace(name=items[0]) if type(array) is Array else (items[0], array)
+            array: PickledArray | PickledObject = self.plain(items[1])
+            return array._replace(name=items[0]) if type(array) is PickledArray else (items[0], array)
         return tuple([self.plain(i) for i in items])
 
-    def text_of(self, v: _Text) -> str:
+    def text_of(self, v: _LongText) -> str:
         if v.value is None:
             self.afford(v.nbytes)
             v.value = self.decode(self.pread(v.offset, v.nbytes))
@@ -595,7 +597,7 @@ class Machine:
     def text(self, width: int) -> None:
         n = int.from_bytes(self.take(width), "little")
         if n > _LAZY:
-            self.stack.append(_Text(self.skip(n), n))
+            self.stack.append(_LongText(self.skip(n), n))
             return
         self.texts += n
         if self.texts > MAX_TEXTS:
@@ -695,7 +697,7 @@ class Machine:
         for k in flat:
             # Great integers could be chosen to meet in one slot of the dict.
             fine = type(k) in _KEYS and (type(k) is not int or abs(k) < 1 << 48)
-            if not fine and not (type(k) is Record and k is key):
+            if not fine and not (type(k) is PickledObject and k is key):
                 if self.vocabulary.keeps_odd:
                     return self.inert(f"a key of type {type(key).__name__}", key)
                 self.refuse(f"a dict has a key of type {type(k).__name__}", "no checkpoint known has such keys")
@@ -703,7 +705,7 @@ class Machine:
 
     def target(self, kind: type) -> Any:
         v = self.stack[-1]
-        if type(v) is Record and kind is not Record and v.cls not in self.vocabulary.records.values():
+        if type(v) is PickledObject and kind is not PickledObject and v.cls not in self.vocabulary.records.values():
             v = v.fields.setdefault("items", kind())  # an inert one is no list and no dict, whatever its class is
         if type(v) is not kind:
             self.corrupt(f"items for a {kind.__name__} are put into a {type(v).__name__.strip('_')}")
@@ -766,7 +768,7 @@ class Machine:
     def reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack.pop()
-        is_made = type(function) is Record and self.vocabulary.keeps_odd
+        is_made = type(function) is PickledObject and self.vocabulary.keeps_odd
         if type(function) is not Global and not is_made:
             self.corrupt(f"the pickle calls a {type(function).__name__.strip('_')}")
         items: tuple[Any, ...]
@@ -789,11 +791,11 @@ class Machine:
         self.not_so(function)
 
     def call_inert(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """What is not known is neither imported nor called: it becomes a Record of what it was given."""
+        """Record a call of an unknown function as a PickledObject with its arguments; nothing is imported or called."""
         if function in self.vocabulary.records:
             self.not_so(function)
         self.made += 2 + len(args)
-        return Record(str(function), {"args": tuple([self.plain(a) for a in args])})
+        return PickledObject(str(function), {"args": tuple([self.plain(a) for a in args])})
 
     def call_reconstruct(self, function: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != 3 or args[0] != Global("numpy", "ndarray") or type(args[0]) is not Global:
@@ -828,10 +830,10 @@ class Machine:
         return _Dtype(bare, *_KINDS[bare])
 
     def call_encode(self, function: Global, args: tuple[Any, ...]) -> Any:
-        if len(args) != 2 or type(args[0]) not in (str, _Text) or args[1] not in ("latin1", "latin-1"):
+        if len(args) != 2 or type(args[0]) not in (str, _LongText) or args[1] not in ("latin1", "latin-1"):
             self.not_so(function)
         text = args[0]
-        if type(text) is _Text:
+        if type(text) is _LongText:
             # One text is decoded once, however often it is asked for.
             text.blob = text.blob or _Blob(text.offset, text.nbytes, text=True)
             return text.blob
@@ -885,7 +887,7 @@ class Machine:
         if known is None or args != ():
             self.not_so(cls)
         self.made += 1
-        self.stack.append(Record(known, {}))
+        self.stack.append(PickledObject(known, {}))
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -897,7 +899,7 @@ class Machine:
             self.build_dtype(v, state)
         elif (build := self.vocabulary.builds.get(kind)) is not None:
             build(self, v, state)
-        elif kind is Record:
+        elif kind is PickledObject:
             if type(state) is not dict or len(state) > MAX_FIELDS or any(type(k) is not str for k in state) or v.fields:
                 self.corrupt(f"the state of a {v.cls} is not a dict of fields")
             self.made += len(state)
@@ -944,7 +946,7 @@ class Machine:
         if size != want:
             self.corrupt(f"an array {dtype.name} {list(shape)} needs {want:,} bytes, the pickle has {size:,} for it")
         self.made += 1
-        v.array = Array(dtype.name, shape, offset, size, file, bool(fortran) and len(shape) > 1)
+        v.array = PickledArray(dtype.name, shape, offset, size, file, bool(fortran) and len(shape) > 1)
 
 
 _TABLE: dict[bytes, Callable[[Machine], None]] = {
@@ -1014,7 +1016,7 @@ def opened(path: Place) -> Iterator[OpenFile]:
 
 def interpret(
     file: OpenFile,
-    vocabulary: Vocabulary,
+    vocabulary: PickleVocabulary,
     *,
     begin: int = 0,
     end: int | None = None,

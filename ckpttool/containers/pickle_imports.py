@@ -1,4 +1,4 @@
-"""What a pickle would import when it is loaded: its opcodes are walked, nothing of it is run.
+"""The imports of a pickle when it is loaded: its opcodes are walked, nothing is run.
 
 A pickle names the functions that it calls. Weights need a few dozen of them (``SAFE``); any other is code of somebody
 else's choice, which runs as soon as the file is loaded without a restriction.
@@ -61,7 +61,7 @@ SAFE = frozenset(
         )),
     }
 )  # fmt: skip
-"""What weights and the state of optimizers are made of; none of them runs anything."""
+"""Names that weights and the state of optimizers need; none of them runs anything."""
 _RECORDS = frozenset(
     {
         "numpy.dtypes", "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
@@ -92,14 +92,14 @@ _DANGEROUS = frozenset(
 )  # fmt: skip
 """Modules with which a pickle does whatever its author wanted."""
 _OPENS = frozenset(f"{m}.{n}" for m in ("io", "_io") for n in ("open", "open_code", "FileIO")) | {"codecs.open"}
-"""What opens files; ``open`` is pickled by the first of these names."""
+"""Functions that open files; ``open`` is pickled by the first of these names."""
 
 MAX_NAMES = 1000
 MAX_OPCODES = 1 << 24
-"""In one file: metadata of half a million shards. What is longer is reported as "?"."""
+"""Most opcodes in one file: metadata of half a million shards. What is longer is reported as "?"."""
 _FEW_OPCODES = 1 << 19
-"""That may be in any file, in a second. A larger file may have one for each of its bytes: in those of torch.save, which
-are not compressed, it has no more, and a small file that unpacks to many is not worth the time."""
+"""Opcodes that may be in any file: about a second. A larger file may have one for each of its bytes: in those of
+torch.save, which are not compressed, it has no more, and a small file that unpacks to many is not worth the time."""
 _TEXT = 1 << 12
 _OPCODES = {ord(o.code): o for o in pickletools.opcodes}
 _STRINGS = frozenset(
@@ -112,7 +112,7 @@ _MAX_PASSED = 1 << 28
 """Bytes of the members of a zip that are passed over, or four times those that the file has: a pickle names what it
 needs long before."""
 _MAX_ZIPS = 1 << 16
-"""In one file."""
+"""Most zips in one file."""
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, UnicodeDecodeError)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 _END = struct.Struct("<4s4H2IH")
@@ -121,7 +121,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _FULL = 0xFFFFFFFF
 
 
-class Named(NamedTuple):
+class NamedGlobal(NamedTuple):
     """A global that a file's pickles name; ``ckpttool.answers.findings.Import`` says what the fields are."""
 
     name: str
@@ -136,13 +136,13 @@ def imports(path: Place) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda n: (not is_dangerous(n), n)))
 
 
-def named(path: Place) -> list[Named]:
+def named(path: Place) -> list[NamedGlobal]:
     """Every global of all pickles in a file, in the order in which it names them; each once for a member.
 
     A plain pickle, several one behind another (torch before 1.6), zips with ``.pkl`` in them (torch). [] for a file
     that is none of these. Raises OSError.
     """
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], NamedGlobal] = {}
     with path.open("rb") as f:
         head = f.read(4)
         budget = _Budget(f.seek(0, io.SEEK_END))
@@ -153,7 +153,7 @@ def named(path: Place) -> list[Named]:
                     _NAME.fullmatch(name) and is_dangerous(name)
                 ):
                     continue  # nothing says that this is a pickle: any bytes name something
-                first = found.get((name, member), Named(name, member, offset, 0))
+                first = found.get((name, member), NamedGlobal(name, member, offset, 0))
                 found[name, member] = first._replace(times=first.times + 1)
                 if len(found) >= MAX_NAMES:
                     return list(found.values())
@@ -193,7 +193,7 @@ def _zips(f: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     end = f.seek(0, io.SEEK_END)
     for _ in range(_MAX_ZIPS):
         begin = _begin(f, end)
-        for name, stream in _members(_Slice(f, begin, end) if begin else f):
+        for name, stream in _members(_FileSlice(f, begin, end) if begin else f):
             yield f"@{begin} {name}" if begin else name, stream
         if not begin:
             return
@@ -218,7 +218,7 @@ def _begin(f: IO[bytes], end: int) -> int:
     return begin if f.read(4) == _ZIP else 0
 
 
-class _Slice(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Bytes ``begin`` to ``end`` of a file, as a file."""
 
     def __init__(self, f: IO[bytes], begin: int, end: int) -> None:
@@ -243,7 +243,7 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def _members(f: IO[bytes] | _Slice) -> Iterator[tuple[str, IO[bytes]]]:
+def _members(f: IO[bytes] | _FileSlice) -> Iterator[tuple[str, IO[bytes]]]:
     """Pickles in a zip."""
     # What zipfile cannot open, nothing can load either.
     with suppress(*_BROKEN), zipfile.ZipFile(f) as archive:
@@ -258,7 +258,8 @@ class _Mark:
 
 
 class _Budget:
-    """What the pickles of a file of ``size`` bytes may take together, however small they are while they are packed."""
+    """The memory and work that the pickles of a file of ``size`` bytes may take together, however small they are while
+    they are packed."""
 
     def __init__(self, size: int) -> None:
         self.opcodes = min(max(size, _FEW_OPCODES), MAX_OPCODES)

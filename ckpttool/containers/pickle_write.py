@@ -62,7 +62,7 @@ class Hole(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     name: str | None = None
-    """Of the tensor, where Paddle stores ``(name, array)``."""
+    """Name of the tensor, where Paddle stores ``(name, array)``."""
 
 
 class Instance(NamedTuple):
@@ -85,8 +85,8 @@ class Stateful(NamedTuple):
     state: tuple[Any, ...]
 
 
-class Call(NamedTuple):
-    """What a function or class makes of arguments, and the pairs that are put into it then.
+class PickledCall(NamedTuple):
+    """A call of a function or class, and the pairs that are then put into its result.
 
     ``layout_pickle`` has it made once for equal arguments, so there they are hashable, and what is made of them cannot
     be changed: a million chunks have few shapes.
@@ -110,7 +110,7 @@ class Pairs(NamedTuple):
     make: Callable[[], Iterable[tuple[Any, Any]]]
 
 
-class Written(NamedTuple):
+class PickleSkeleton(NamedTuple):
     """A pickle file before its payloads are there."""
 
     size: int
@@ -120,7 +120,7 @@ class Written(NamedTuple):
     """Path of keys and positions to a Hole -> byte offset of its elements."""
 
 
-class _Writer:
+class _PickleWriter:
     """One file."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Writer:
         self.literals: list[tuple[int, bytes]] = []
         self.places: dict[tuple[Any, ...], int] = {}
         self.memo: dict[Any, bytes] = {}
-        """What recalls a value."""
+        """The bytes that recall a value."""
 
     def hole(self, size: int, path: tuple[Any, ...]) -> None:
         at = self.start + len(self.run)
@@ -139,10 +139,10 @@ class _Writer:
             self.literals.append((self.start, bytes(self.run)))
             self.start, self.run = at + size, bytearray()
 
-    def done(self) -> Written:
+    def done(self) -> PickleSkeleton:
         self.run += b"."
         self.literals.append((self.start, bytes(self.run)))
-        return Written(self.start + len(self.run), tuple(self.literals), self.places)
+        return PickleSkeleton(self.start + len(self.run), tuple(self.literals), self.places)
 
     def recalled(self, what: Any) -> bool:
         """Recall a value by what it is remembered as, if it was written before."""
@@ -189,7 +189,7 @@ class _Writer:
             self.run += b")\x81"
             self.sequence(v.state, path)
             self.run += b"b"
-        elif type(v) is Call:
+        elif type(v) is PickledCall:
             if not self.recalled(v):
                 self.named(v.module, v.name)
                 self.sequence(v.args, path)
@@ -322,14 +322,14 @@ class _Writer:
             self.run += b"\x86\x85R"
 
 
-def layout_pickle(value: Any) -> Written:
+def layout_pickle(value: Any) -> PickleSkeleton:
     """The file of a nested value with Holes for arrays; the same value gives the same bytes.
 
     Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Instance, Once, Stateful, Global, Call and
     Pairs.
     Raises UnsupportedError for anything else, and for dtypes that Paddle cannot hold.
     """
-    w = _Writer()
+    w = _PickleWriter()
     w.run += b"\x80\x04"
     w.value(value, ())
     return w.done()

@@ -51,10 +51,10 @@ class Header(NamedTuple):
     file: DataFile
     metadata: dict[str, str]
     tensors: list[StoredTensor]
-    """In offset order; ``file`` is the index given to ``read_header``."""
+    """Tensors in offset order; ``file`` is the index given to ``read_header``."""
 
 
-class Problem(NamedTuple):
+class HeaderProblem(NamedTuple):
     """Something wrong with one file; ``inspect --check`` lists all, reading raises the first."""
 
     id: str
@@ -164,25 +164,27 @@ def _colons(data: dict[str, Any]) -> int:
     return count
 
 
-def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
+def problems(data: Mapping[str, Any], payload: int) -> list[HeaderProblem]:
     """Everything wrong with a parsed header over ``payload`` bytes of tensor data."""
-    out: list[Problem] = []
+    out: list[HeaderProblem] = []
     spans: list[tuple[int, int, str]] = []
     meta = data.get("__metadata__", {})
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
-        out.append(Problem("metadata", "__metadata__ is not a map of strings"))
+        out.append(HeaderProblem("metadata", "__metadata__ is not a map of strings"))
     lost = False  # the bytes of some tensor are not known, so bytes without a tensor say nothing
     for name, entry in data.items():
         if name == "__metadata__":
             continue
         if len(name) > MAX_NAME:
             out.append(
-                Problem("entry", f"the name `{name[:60]}...` has {len(name):,} characters: {MAX_NAME} at most", name)
+                HeaderProblem(
+                    "entry", f"the name `{name[:60]}...` has {len(name):,} characters: {MAX_NAME} at most", name
+                )
             )
             lost = True
             continue
         if not isinstance(entry, dict):
-            out.append(Problem("entry", f"tensor `{name}` is not an object", name))
+            out.append(HeaderProblem("entry", f"tensor `{name}` is not an object", name))
             lost = True
             continue
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -192,21 +194,23 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
             or len(offsets) != 2
             or not all(type(n) is int and 0 <= n < 2**63 for n in offsets)
         ):
-            out.append(Problem("offsets", f"tensor `{name}` has no valid data_offsets: {str(offsets)[:80]}", name))
+            out.append(
+                HeaderProblem("offsets", f"tensor `{name}` has no valid data_offsets: {str(offsets)[:80]}", name)
+            )
         elif offsets[0] > offsets[1]:
             text = f"tensor `{name}` ends at {offsets[1]} before it starts at {offsets[0]}"
-            out.append(Problem("offsets", text, name))
+            out.append(HeaderProblem("offsets", text, name))
         else:
             span = (offsets[0], offsets[1])
             spans.append((*span, name))
         lost = lost or span is None
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            out.append(Problem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
+            out.append(HeaderProblem("dtype", f"tensor `{name}` has the unknown dtype `{dtype}`", name))
         elif not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-            out.append(Problem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
+            out.append(HeaderProblem("shape", f"tensor `{name}` has no valid shape: {str(shape)[:80]}", name))
         elif len(shape) > MAX_AXES:
             text = f"tensor `{name}` has {len(shape):,} axes, and no software has more than {MAX_AXES}"
-            out.append(Problem("shape", text, name))
+            out.append(HeaderProblem("shape", text, name))
         elif span is not None:
             out += _span_problems(name, dtype, shape, span, payload)
     spans.sort()
@@ -215,28 +219,30 @@ def problems(data: Mapping[str, Any], payload: int) -> list[Problem]:
         if start == stop:
             continue
         if start < at:
-            out.append(Problem("overlap", f"tensors `{last}` and `{name}` overlap at byte {start:,} of the data", name))
+            out.append(
+                HeaderProblem("overlap", f"tensors `{last}` and `{name}` overlap at byte {start:,} of the data", name)
+            )
         elif start > at and not lost:
             out.append(
-                Problem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name)
+                HeaderProblem("hole", f"bytes {at:,}..{start:,} of the data before `{name}` belong to no tensor", name)
             )
         if stop > at:
             at, last = stop, name
     if at < payload and not lost and not any(p.id in ("hole", "overlap", "truncated") for p in out):
-        out.append(Problem("trailing", f"{payload - at:,} bytes after the last tensor belong to no tensor"))
+        out.append(HeaderProblem("trailing", f"{payload - at:,} bytes after the last tensor belong to no tensor"))
     return out
 
 
-def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int], payload: int) -> list[Problem]:
-    """What is wrong with the place of one tensor."""
+def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int], payload: int) -> list[HeaderProblem]:
+    """Problems with the place of one tensor."""
     start, stop = span
     bits = prod(shape) * DTYPES[dtype].bits
     if bits != (stop - start) * 8:
         text = f"tensor `{name}` {dtype} {shape} needs {bits // 8:,} bytes, its data_offsets hold {stop - start:,}"
-        return [Problem("size", text, name)]
+        return [HeaderProblem("size", text, name)]
     if stop > payload:
         text = f"tensor `{name}` ends at byte {stop:,} of the data, the file has {payload:,}"
-        return [Problem("truncated", text, name)]
+        return [HeaderProblem("truncated", text, name)]
     return []
 
 
@@ -257,16 +263,16 @@ def read_header(path: Place, index: int = 0, rank: int = 0) -> Header:
     return Header(info, meta, tensors)
 
 
-def examine(path: Place, index: int = 0) -> tuple[Header | None, list[Problem]]:
+def examine(path: Place, index: int = 0) -> tuple[Header | None, list[HeaderProblem]]:
     """Everything wrong with one file, and what can be used of it all the same: entries that are right by themselves."""
     try:
         info, raw = read_raw(path)
         data = parse(raw, path)
     except HeaderError as e:
-        return None, [Problem(e.id, e.what, hint=e.hint or "")]
+        return None, [HeaderProblem(e.id, e.what, hint=e.hint or "")]
     start = 8 + len(raw)
     tensors = _fast(data, info.size - start, index, 0, start)
-    found: list[Problem] = []
+    found: list[HeaderProblem] = []
     if tensors is None:
         found = problems(data, info.size - start)
         wrong = {p.tensor for p in found if p.id not in ("hole", "overlap")}

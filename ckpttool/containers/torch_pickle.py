@@ -14,7 +14,7 @@ import re
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import MAX_AXES, NUMPY, Call, Global, Machine, Record, Vocabulary
+from ckpttool.containers.pickle import MAX_AXES, NUMPY, Call, Global, Machine, PickledObject, PickleVocabulary
 from ckpttool.containers.pickle_imports import is_dangerous
 from ckpttool.core.dtypes import DTYPES
 
@@ -62,7 +62,7 @@ class Storage(NamedTuple):
     elements: int
 
 
-class Tensor(NamedTuple):
+class TorchTensor(NamedTuple):
     """A view of a storage; nothing about it is checked but types."""
 
     dtype: str
@@ -73,14 +73,14 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-def vocabulary(storages: dict[str, Storage]) -> Vocabulary:
+def vocabulary(storages: dict[str, Storage]) -> PickleVocabulary:
     """torch's, for one file; the storages that it names are put into ``storages``."""
-    return Vocabulary(
+    return PickleVocabulary(
         "torch.save",
         "torch.load without weights_only=True would run it, so do not load a file that you do not trust",
         _CALLS,
         refuses=_refused,
-        builds={dict: _ignore, Record: _fill, Tensor: _ignore},
+        builds={dict: _ignore, PickledObject: _fill, TorchTensor: _ignore},
         opcodes={
             ord("Q"): partial(_persistent, storages),
             0x8F: Machine.empty_list,  # sets stay in the order in which they were written
@@ -91,7 +91,7 @@ def vocabulary(storages: dict[str, Storage]) -> Vocabulary:
             ord("U"): lambda m: m.text(1),  # the strings of Python 2
             ord("T"): lambda m: m.text(4),
         },
-        plain=frozenset({Global, Storage, Tensor}),
+        plain=frozenset({Global, Storage, TorchTensor}),
         keeps_odd=True,
     )
 
@@ -136,7 +136,7 @@ def _rebuild(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
         )
     dtype = BY_TORCH.get(args[6].name, args[6].name) if typed else storage.dtype
     machine.made += 2 + len(shape)
-    return Tensor(dtype, storage, offset, shape, strides)
+    return TorchTensor(dtype, storage, offset, shape, strides)
 
 
 def _parameter(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
@@ -162,7 +162,7 @@ def _size(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _attribute(machine: Machine, function: Global, args: tuple[Any, ...]) -> Any:
-    """How protocols before 4 name a class inside of another one; a member of an enum is named so, too."""
+    """Resolve a class inside of another one, as protocols before 4 name it; a member of an enum is named so, too."""
     if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
         return machine.call_inert(function, args)
     machine.resolve(args[0].module, f"{args[0].name}.{args[1]}")
@@ -178,7 +178,7 @@ def _ignore(_machine: Machine, _value: Any, _state: Any) -> None:
     """The versions of modules on a state dict (``_metadata``), and attributes of tensors."""
 
 
-def _fill(machine: Machine, record: Record, state: Any) -> None:
+def _fill(machine: Machine, record: PickledObject, state: Any) -> None:
     state = machine.plain(state)
     named = type(state) is dict and all(type(k) is str for k in state)
     machine.made += len(state) if named else 1
@@ -188,7 +188,7 @@ def _fill(machine: Machine, record: Record, state: Any) -> None:
 def _new_with_keywords(machine: Machine) -> None:
     keywords = machine.stack.pop()
     machine.new()
-    _fill(machine, machine.target(Record), keywords)
+    _fill(machine, machine.target(PickledObject), keywords)
 
 
 _TENSORS: dict[tuple[str, str], Call] = {

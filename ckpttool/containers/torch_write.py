@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole, Instance
+from ckpttool.containers.pickle_write import Hole, Instance, PickledCall
 from ckpttool.containers.torch_pickle import STORAGE_CLASS, TORCH_DTYPE
 from ckpttool.containers.torch_zip import ALIGNMENT, CENTRAL, END, END64, FULL, LOCAL, LOCATOR
 from ckpttool.core.dtypes import itemsize, nbytes
@@ -41,7 +41,7 @@ def lay_out_torch(value: Any, top: str) -> TorchLayout:
     """The file of a nested value with Holes for tensors, below the folder ``top``; the same value gives the same bytes.
 
     Known are dict, list, tuple, str, int, float, bool, None, bytes, Hole, Global (a class or dtype by its name),
-    Instance and Call. Raises UnsupportedError for anything else, and for a dtype that torch does not have.
+    Instance and PickledCall. Raises UnsupportedError for anything else, and for a dtype that torch does not have.
     """
     pickler = _Pickler()
     pickler.value(value, ())
@@ -67,7 +67,7 @@ class _ZipLayout:
         self.directory = bytearray()
         self.members = 0
         self.holes: list[tuple[int, int, int]] = []
-        """Of each tensor: where it begins, and where its checksum is in its header and in the directory."""
+        """Per tensor: offsets of its bytes, and of its checksum in its header and in the directory."""
 
     def put(self, name: str, data: bytes) -> None:
         """A member whose bytes are known."""
@@ -128,7 +128,7 @@ class _Pickler:
         elif type(v) is str:
             run += _text(v)
         elif type(v) is bytes:
-            self.value(Call("_codecs", "encode", (v.decode("latin-1"), "latin1")), path)
+            self.value(PickledCall("_codecs", "encode", (v.decode("latin-1"), "latin1")), path)
         elif type(v) is Hole:
             self.tensor(v, path)
         elif type(v) is Global:
@@ -138,7 +138,7 @@ class _Pickler:
             run += b")\x81}"
             self.pairs(v.fields, path)
             run += b"b"
-        elif type(v) is Call:
+        elif type(v) is PickledCall:
             self.named(v.module, v.name)
             self.value(v.args, path)
             run += b"R"

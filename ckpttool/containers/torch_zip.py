@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 from ckpttool.containers.pickle import interpret, opened, printable
-from ckpttool.containers.torch_pickle import OTHER_SIZES, Storage, Tensor, vocabulary
+from ckpttool.containers.torch_pickle import OTHER_SIZES, Storage, TorchTensor, vocabulary
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import DTYPES, itemsize
 from ckpttool.core.files import DataFile, OpenFile, Place
@@ -31,7 +31,7 @@ from ckpttool.storage.place import expect
 MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
 ALIGNMENT = 64
-"""Of the bytes of a storage in a zip."""
+"""Alignment of a storage in a zip, in bytes."""
 MAX_MEMBERS = 1 << 21
 MAX_DIRECTORY = 1 << 28
 """Bytes of the central directory."""
@@ -48,27 +48,27 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 FULL = 0xFFFFFFFF
 _CRC_AT = 14
-"""In a local header."""
+"""Offset of the checksum in a local header."""
 _STEP = 1 << 20
 """Bytes that are in memory while a CRC is taken."""
 _OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
-"""How protocols 0 and 1 write MAGIC, before torch 1.6."""
+"""MAGIC in protocols 0 and 1, before torch 1.6."""
 _COUNTING = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
-"""What steps are kept in, as struct has it."""
+"""Dtypes of steps -> formats of ``struct``."""
 _AGAIN = "the download or save was interrupted; fetch or write the file again"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """What a file of torch.save holds."""
+    """The content of a file of torch.save."""
 
     info: DataFile
     value: Any
     """Plain values, Records, and a Tensor for every tensor."""
     storages: Mapping[str, tuple[int, int]]
-    """Where the bytes of each storage lie: (byte offset, bytes)."""
+    """Places of the bytes of each storage: (byte offset, bytes)."""
 
-    def place(self, tensor: Tensor, name: str, file: int) -> StoredTensor:
+    def place(self, tensor: TorchTensor, name: str, file: int) -> StoredTensor:
         """The bytes of a tensor. Raises UnsupportedError for a dtype, CorruptError for a view that leaves its storage.
 
         ``name`` is what the result and errors call it, ``file`` the number of this file.
@@ -102,7 +102,7 @@ class TorchFile:
         at = begin + tensor.offset * size
         return StoredTensor(name, tensor.dtype, tensor.shape, file, at, 0, None if plain else tensor.strides)
 
-    def number(self, tensor: Tensor, name: str) -> float | None:
+    def number(self, tensor: TorchTensor, name: str) -> float | None:
         """The one element of a tensor; None for several, or a dtype that counts nothing. Raises as ``place`` does."""
         stored = self.place(tensor, name, 0)
         if prod(stored.shape) != 1 or stored.dtype not in _COUNTING:
@@ -126,7 +126,7 @@ def read_torch(path: Place, begin: int = 0, end: int | None = None) -> TorchFile
     itself, UnsupportedError for what is not a file of torch.save, is compressed, or asks for code.
     """
     with opened(path) as file:
-        return _read(_Source(file, begin, file.info.size if end is None else end))[0]
+        return _read(_ZipSource(file, begin, file.info.size if end is None else end))[0]
 
 
 def member_sums(path: Place) -> Iterator[tuple[str, int, int]]:
@@ -138,8 +138,8 @@ def member_sums(path: Place) -> Iterator[tuple[str, int, int]]:
     with opened(path) as file:
         end = file.info.size
         while end and file.pread(4, 0) == b"PK\x03\x04":
-            begin = _begin(_Source(file, 0, end))
-            source = _Source(file, begin, end)
+            begin = _begin(_ZipSource(file, 0, end))
+            source = _ZipSource(file, begin, end)
             for name, m in _members(source)[0].items():
                 if m.crc and not m.packed:
                     local = LOCAL.unpack(source.pread(begin + m.header, LOCAL.size))
@@ -148,8 +148,8 @@ def member_sums(path: Place) -> Iterator[tuple[str, int, int]]:
             end = begin
 
 
-def _begin(source: _Source) -> int:
-    """Where the last zip of several begins."""
+def _begin(source: _ZipSource) -> int:
+    """Offset of the last zip of several."""
     tail_at = max(source.begin, source.end - END.size - LOCATOR.size)
     tail = source.pread(tail_at, source.end - tail_at)
     at = source.end - END.size
@@ -171,13 +171,13 @@ class TorchSlices:
     """
 
     def __init__(self) -> None:
-        self._heads: dict[int, dict[_Head, None]] = {}
-        """By length of the slice: how long heads are, the longest first."""
+        self._heads: dict[int, dict[_ZipHead, None]] = {}
+        """Heads by their length, the longest first."""
         self._known: dict[tuple[int, bytes], TorchFile] = {}
 
     def read(self, file: OpenFile, begin: int, end: int) -> TorchFile:
         """The file of torch.save at bytes ``begin`` to ``end``. Raises what ``read_torch`` raises."""
-        source = _Source(file, begin, end)
+        source = _ZipSource(file, begin, end)
         if heads := self._heads.get(end - begin):
             data = source.pread(begin, next(iter(heads)).size)
             for head in heads:
@@ -194,24 +194,24 @@ class TorchSlices:
         return found
 
 
-class _Head(NamedTuple):
+class _ZipHead(NamedTuple):
     """The part of a file that says all but what its one tensor holds."""
 
     size: int
     crc: int
-    """Where the checksum of the tensor is, in the storage's local header; -1 without a tensor."""
+    """Offset of the tensor's checksum, in the storage's local header; -1 without a tensor."""
 
     def masked(self, data: bytes) -> bytes:
         """The head without that checksum."""
         return data[: self.size] if self.crc < 0 else data[: self.crc] + data[self.crc + 4 : self.size]
 
 
-def _read(source: _Source) -> tuple[TorchFile, _Head | None]:
+def _read(source: _ZipSource) -> tuple[TorchFile, _ZipHead | None]:
     legacy = source.pread(source.begin, min(4, source.end - source.begin)) != b"PK\x03\x04"
     return (_read_legacy(source), None) if legacy else _read_zip(source)
 
 
-class _Source(NamedTuple):
+class _ZipSource(NamedTuple):
     file: OpenFile
     begin: int
     end: int
@@ -261,7 +261,7 @@ class _Source(NamedTuple):
 # -- the zip
 
 
-class _Member(NamedTuple):
+class _ZipMember(NamedTuple):
     header: int
     size: int
     crc: int
@@ -270,8 +270,8 @@ class _Member(NamedTuple):
     """Compressed or encrypted."""
 
 
-def _read_zip(source: _Source) -> tuple[TorchFile, _Head | None]:
-    """What the zip holds, and its head where that lies before all storages."""
+def _read_zip(source: _ZipSource) -> tuple[TorchFile, _ZipHead | None]:
+    """The content of the zip, and its head where that lies before all storages."""
     members, limit = _members(source)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
@@ -303,7 +303,7 @@ def _read_zip(source: _Source) -> tuple[TorchFile, _Head | None]:
         return at, m.size
 
     told = 0
-    """Where all that is no storage ends."""
+    """End of everything that is not a storage."""
     if top + "byteorder" in members:
         at, n = place(top + "byteorder")
         told = at + n
@@ -324,22 +324,22 @@ def _read_zip(source: _Source) -> tuple[TorchFile, _Head | None]:
     source.checked(storages, places)
     head = None
     if not storages:
-        head = _Head(told - source.begin, -1)
+        head = _ZipHead(told - source.begin, -1)
     elif len(storages) == 1:
         (key,) = storages
         if places[key][0] >= told:
-            head = _Head(places[key][0] - source.begin, members[f"{top}data/{key}"].header + _CRC_AT)
+            head = _ZipHead(places[key][0] - source.begin, members[f"{top}data/{key}"].header + _CRC_AT)
     return TorchFile(source.info, value, places), head
 
 
-def _crc(source: _Source, at: int, n: int) -> int:
+def _crc(source: _ZipSource, at: int, n: int) -> int:
     crc = 0
     for i in range(at, at + n, _STEP):
         crc = crc32(source.pread(i, min(_STEP, at + n - i)), crc)
     return crc
 
 
-def _members(source: _Source) -> tuple[dict[str, _Member], int]:
+def _members(source: _ZipSource) -> tuple[dict[str, _ZipMember], int]:
     """The members of a zip by name, and the byte where their data ends."""
     tail_at = max(source.begin, source.end - END.size - 0xFFFF)
     tail = source.pread(tail_at, source.end - tail_at)
@@ -356,7 +356,7 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
     if size > MAX_DIRECTORY or count > MAX_MEMBERS:
         source.unsupported(f"the zip has {count:,} members", "no checkpoint known has so many")
     data = source.pread(source.begin + start, size)
-    found: dict[str, _Member] = {}
+    found: dict[str, _ZipMember] = {}
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > size or data[at : at + 4] != b"PK\x01\x02":
@@ -373,7 +373,7 @@ def _members(source: _Source) -> tuple[dict[str, _Member], int]:
                 where=str(source.info.place),
                 hint="write the file again: it is undefined which of them counts",
             )
-        found[name] = _Member(header, full, fields[7], method != 0 or flags & 1 != 0 or packed != full)
+        found[name] = _ZipMember(header, full, fields[7], method != 0 or flags & 1 != 0 or packed != full)
     return found, source.begin + start
 
 
@@ -396,7 +396,7 @@ def _zip64(extra: bytes, *numbers: int) -> Iterator[int]:
 # -- before torch 1.6
 
 
-def _read_legacy(source: _Source) -> TorchFile:
+def _read_legacy(source: _ZipSource) -> TorchFile:
     storages: dict[str, Storage] = {}
     words = vocabulary(storages)
     at = source.begin

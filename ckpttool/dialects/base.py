@@ -14,9 +14,9 @@ from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.statements import Transform
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By name."""
+"""Shapes by name."""
 Statements = tuple[Transform, ...]
-"""What leads from Hugging Face's published names to others."""
+"""Statements from Hugging Face's published names to others."""
 
 
 TRAINER_FILES = re.compile(
@@ -31,20 +31,20 @@ class NamingContext(NamedTuple):
 
     family: Family
     config: Mapping[str, Any]
-    """In Hugging Face's fields."""
+    """Config in Hugging Face's fields."""
     mesh: Mesh
     fused: str = ""
     """``fuse`` or ``unfuse``: with all fusions, or without any; "" is what the dialect has."""
     version: str = ""
-    """Of the software that shall read it (--target), or ""."""
+    """Version of the software that will read it (--target), or ""."""
 
 
 class Dialect(ABC):
-    """What is asked of each dialect. The answers here are those of software that follows Hugging Face."""
+    """The interface of each dialect. The defaults are those of software that follows Hugging Face."""
 
     name = ""
     versions: tuple[str, ...] = ()
-    """What --target may say."""
+    """Values of --target."""
     in_out = False
     """Whether the weights of linear layers are [in, out]."""
     published = False
@@ -57,12 +57,12 @@ class Dialect(ABC):
     """Whether packed weights (GPTQ, AWQ, bitsandbytes, ...) keep their names."""
 
     def detect(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What leads to the names of a checkpoint whose tensors have these shapes on a rank."""
+        """Statements to the names of a checkpoint whose tensors have these shapes on a rank."""
         return self.target(context, shapes)
 
     @abstractmethod
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What leads to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
+        """Statements to this dialect's names; ``shapes`` are those of all tensors under Hugging Face's names."""
 
     def keep(self, context: NamingContext, own: Statements, shapes: Callable[[], Shapes]) -> Statements:
         """The same for a source in this dialect, which has ``shapes`` after ``own``: its names stay."""
@@ -113,11 +113,12 @@ class Dialect(ABC):
         return "model"
 
     def version_of(self, config: Mapping[str, Any], versions: Sequence[str]) -> str:
-        """Which of these versions (not empty) a model with this config is for; the first one when nothing says so."""
+        """The one of these versions (not empty) that a model with this config is for; the first one when nothing says
+        so."""
         return versions[0]
 
     def version_called(self, name: str) -> str:
-        """Which version of this dialect the dialect ``name`` is; "" for none."""
+        """The version of this dialect that the dialect ``name`` is; "" for none."""
         return ""
 
     def published_config(self, config: Mapping[str, Any]) -> dict[str, Any]:

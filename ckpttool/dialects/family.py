@@ -15,7 +15,7 @@ PACKING = (PUBLISHED, "vllm")
 """Dialects of software that reads packed weights (GPTQ, AWQ, bitsandbytes, ...) under their names."""
 
 _MEMORY = "transformers"
-"""What its models have in memory, which is what is published where a family says nothing else."""
+"""Naming of its models in memory; the published one where a family has no other."""
 
 
 class FamilyDialect(Dialect):
@@ -27,7 +27,7 @@ class FamilyDialect(Dialect):
         self.packs = name in PACKING
 
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
-        """What the family file says, plus all its fusions where ``fused`` says so.
+        """The statements of the family file, plus all its fusions if ``fused``.
 
         A version whose files are cut in another way has a naming of its own, called NAME-VERSION.
         """

@@ -1,4 +1,4 @@
-"""Which tensors Paddle's tensor parallelism holds whole on every rank, when they are written and when they are read."""
+"""Tensors that Paddle's tensor parallelism holds whole on every rank, when they are written and when they are read."""
 
 from __future__ import annotations
 

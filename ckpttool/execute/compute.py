@@ -24,7 +24,7 @@ from ckpttool.execute.permute import Array
 from ckpttool.execute.strided import Emit, Seen, WriteBehind, as_in_file, scatter, unseen
 from ckpttool.kernels.cast import cast
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import CHUNK, Draws, Method, Pass, Tensor
+from ckpttool.kernels.merge.base import CHUNK, Draws, MergeTensor, Method, Pass
 
 if TYPE_CHECKING:
     from ckpttool.kernels.merge.measure import Measured
@@ -213,8 +213,8 @@ class TensorComputer:
 
         return fill
 
-    def _tensor(self, compute: Compute) -> Tensor:
-        return Tensor(
+    def _tensor(self, compute: Compute) -> MergeTensor:
+        return MergeTensor(
             compute.name,
             compute.shape,
             tuple([dict(p) for p in compute.parameters]),

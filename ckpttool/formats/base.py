@@ -1,4 +1,4 @@
-"""What every format gives and takes."""
+"""The interface of every format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpttool.storage.place import read_each
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the command line says about a source; None is "not said"."""
+    """Options of the command line about a source; None: not given."""
 
     tp: int | None = None
     pp: int | None = None
@@ -37,13 +37,13 @@ class ReadOptions:
     select: str = ""
     """Dotted path of the dict whose tensors are meant, where a file holds several (``Capabilities.nested``)."""
     parts: tuple[str, ...] = ()
-    """Those that are meant of a directory of several models; () is all."""
+    """Chosen models of a directory of several; () is all."""
     part: str = ""
     """The name of the part that this is."""
     beside: tuple[str, ...] = ()
     """Directories below that are other parts of the same, and not carried with this one."""
     wrapped: bool = True
-    """What wrappers put in front of names is left out. False where ckpttool reads again what it has written."""
+    """Drop the prefixes that wrappers put in front of names. False where ckpttool reads again what it has written."""
 
     def from_flags(self) -> dict[str, int]:
         return {k: v for k in ("tp", "pp", "ep", "etp") if (v := getattr(self, k)) is not None}
@@ -51,7 +51,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What a caller says about a source; everything has a default that means "read it from the checkpoint"."""
+    """A caller's options about a source; every default means "read it from the checkpoint"."""
 
     format: str = ""
     mesh: ReadOptions = field(default_factory=ReadOptions)
@@ -71,21 +71,21 @@ class ParamGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """What a trainer keeps beside tensors."""
+class TrainingState:
+    """The values that a trainer keeps beside tensors."""
 
     groups: tuple[ParamGroup, ...] = ()
     step: int | None = None
-    """Of the optimizer, where there is one for all parameters."""
+    """The optimizer's step, where there is one for all parameters."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """State of anything else (learning-rate schedule, counters, ...), by its name: plain values."""
     left: tuple[str, ...] = ()
     """Names of what is no plain data (random number generators, objects), and is not carried."""
     steps: Mapping[str, float] = field(default_factory=dict)
-    """Of each parameter, for a format that ``counts_steps``."""
+    """Step of each parameter, for a format that ``counts_steps``."""
 
     def betas(self, parameter: str) -> tuple[float, float] | None:
-        """Of Adam for a parameter, or None where nothing says them."""
+        """Adam's betas for a parameter; None where they are unknown."""
         for group in self.groups:
             said = group.values.get("betas")
             if parameter in group.parameters and isinstance(said, (tuple, list)) and len(said) == 2:
@@ -93,16 +93,16 @@ class Training:
         return None
 
 
-class Share(NamedTuple):
-    """What a tensor of the files is of a tensor in memory."""
+class TensorShare(NamedTuple):
+    """The slice of a tensor in memory that a tensor of the files is."""
 
     name: str
     start: tuple[int, ...]
     """Along the axes of the tensor in memory."""
     shape: tuple[int, ...]
-    """Of the tensor of the files."""
+    """Shape of the tensor of the files."""
     axes: tuple[int, ...]
-    """Those of the tensor in memory that it has."""
+    """Axes of the tensor in memory that it has."""
 
 
 class ModelForm(NamedTuple):
@@ -111,13 +111,13 @@ class ModelForm(NamedTuple):
     order: tuple[str, ...]
     """Names in the order of the model's ``named_parameters()``; () where nobody knows it."""
     shapes: Mapping[str, tuple[int, ...]]
-    shares: Mapping[str, tuple[Share, ...]] = MappingProxyType({})
-    """What each consists of, where the files hold it otherwise; {} where none is."""
+    shares: Mapping[str, tuple[TensorShare, ...]] = MappingProxyType({})
+    """The tensors of the files that each consists of, where they hold it otherwise; {} where none is."""
 
 
 @dataclass(slots=True)
 class StoredCheckpoint:
-    """What a format's ``read`` returns: headers turned into stored tensors."""
+    """The result of a format's ``read``: headers turned into stored tensors."""
 
     format: str
     root: Place
@@ -125,7 +125,7 @@ class StoredCheckpoint:
     tensors: list[StoredTensor]
     mesh: Mesh
     dialect: str = "hf"
-    """Whose names, fusions and orientation the tensors have; "" is whichever of those that the family knows has such
+    """Dialect of the tensors' names, fusions and orientation; "" is whichever of those that the family knows has such
     names, else Hugging Face's."""
     fused: str = ""
     """``fuse`` or ``unfuse`` when the family's fusions were applied on top of these names."""
@@ -144,23 +144,24 @@ class StoredCheckpoint:
     notes: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
     shards: list[Sequence[FlatShard]] = field(default_factory=list)
-    """What the stored tensors with ``file == SHARDED`` consist of."""
+    """The shards of the stored tensors with ``file == SHARDED``."""
     merged_raw: bool = False
     """Its own software merges such a save under the names that the files have (``ReadOptions.raw``)."""
     dtypes: dict[Key, str] = field(default_factory=dict)
-    """Of tensors that are derived from elements of another dtype: model weights that are rounded master weights."""
+    """Dtypes of tensors that are derived from elements of another dtype: model weights that are rounded master
+    weights."""
     cut: dict[str, Mesh] = field(default_factory=dict)
-    """Of components whose tensors are those of ranks, although ``mesh`` says that the others are whole."""
+    """Meshes of components whose tensors are those of ranks, although ``mesh`` says that the others are whole."""
     sharding: int = 1
     """Ranks that share the optimizer state of one model-parallel rank."""
     native: Any = None
-    """What the format's own writer wants to know again (names of parameters in the optimizer's files, ...)."""
-    training: Training | None = None
-    """What else a trainer resumes from; its parameters have the names of the catalog."""
+    """Data for the format's own writer (names of parameters in the optimizer's files, ...)."""
+    training: TrainingState | None = None
+    """The rest of what a trainer resumes from; its parameters have the names of the catalog."""
     indexes: tuple[Place, ...] = ()
     """Pickles without tensors that were read in full, so that nobody has to look for code in them: metadata."""
     version: str = ""
-    """Of the software that wrote it, one of its format's ``targets``; "" where that is not known or told otherwise."""
+    """Version of the software that wrote it, one of its format's ``targets``; "" where unknown or told otherwise."""
     unnamed: Callable[[Sequence[ModelForm]], None] | None = None
     """State of an optimizer that only what the family knows of the model gives to its parameters: called with the forms
     that the model may have in memory, the one of these files first, it adds the tensors."""
@@ -170,7 +171,7 @@ class StoredCheckpoint:
     beside: tuple[str, ...] = ()
     """``ReadOptions.beside``."""
     findings: list[tuple[str, str, str]] = field(default_factory=list)
-    """What a check reports of files that could be read all the same: identifier, text, where."""
+    """Findings of a check in files that could be read all the same: identifier, text, where."""
     known: tuple[str, ...] = ()
     """Names of files with names of weights that were read, or of which ``notes`` speak."""
 
@@ -190,7 +191,7 @@ class WriteRequest:
     """Ranks to write."""
     mesh: Mesh = field(default_factory=Mesh)
     requested: Mesh = field(default_factory=Mesh)
-    """What the flags asked for; a format of whole tensors has ``mesh`` 1 and makes so many files of it."""
+    """The mesh that the flags asked for; a format of whole tensors has ``mesh`` 1 and makes so many files of it."""
     family: str = ""
     dialect: str = ""
     fused: str = ""
@@ -204,11 +205,11 @@ class WriteRequest:
     sharding_version: str = ""
     """``v1``, ``v2`` or "" (not said)."""
     version: str = ""
-    """Of the software that shall read it (--target), or ""."""
-    training: Training | None = None
-    """What a trainer resumes from beside tensors; its parameters have the names of the output."""
+    """Version of the software that will read it (--target), or ""."""
+    training: TrainingState | None = None
+    """The values beside tensors that a trainer resumes from; its parameters have the names of the output."""
     source: StoredCheckpoint | None = None
-    """Where the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
+    """The checkpoint that the tensors come from: its ``native``, its own config and its sidecar files may be of use."""
 
     @property
     def native(self) -> Any:
@@ -227,16 +228,16 @@ class WriteRequest:
 
 
 class Capabilities(NamedTuple):
-    """What a format can hold, and how it cuts, where formats differ."""
+    """The capabilities in which formats differ: what one can hold, and how it cuts."""
 
     components: tuple[str, ...] = ("model",)
     """Other components of a source are left out, and a note says so."""
     meshes: str = ""
-    """Those that it can hold, in words; "" holds whole tensors only."""
+    """Meshes that it can hold, in words; "" holds whole tensors only."""
     targets: tuple[str, ...] = ()
-    """What --target may say, the default first."""
+    """Values of --target, the default first."""
     namings: tuple[str, ...] = ()
-    """What --target may say, too: whose names the tensors get in place of the published ones (namings of families)."""
+    """More values of --target: namings of families, which replace the published names."""
     pad_vocab: bool = True
     """False: a vocabulary that tp does not divide is whole on every rank, or refused."""
     vocab_multiple: int = 1
@@ -248,7 +249,7 @@ class Capabilities(NamedTuple):
     vocab_multiple_per_tp: bool = False
     """That multiple, or the one of --vocab-multiple in its place, is for each of the tp ranks."""
     free_padding: bool = False
-    """What pads the vocabulary in its files may hold anything."""
+    """The rows that pad the vocabulary in its files may hold anything."""
     local_layers: bool = False
     """Layers are numbered from 0 in every pipeline stage."""
     shards: bool = False
@@ -258,17 +259,17 @@ class Capabilities(NamedTuple):
     optimizer_shards: bool = False
     """Optimizer state may be shared out over --sharding-out ranks."""
     sharding_versions: tuple[str, ...] = ()
-    """What --sharding-version may say."""
+    """Values of --sharding-version."""
     fp32_masters: str = "kept"
-    """Of parameters that are float32 themselves, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
+    """For a parameter that is float32 itself, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
     records_shapes: bool = False
     """The files say the shapes of the whole tensors, so that padding is known from them."""
     refused: tuple[str, ...] = ()
-    """Which of ``fuse`` and ``unfuse`` would make what the format's own software cannot read."""
+    """Those of ``fuse`` and ``unfuse`` whose result the format's own software cannot read."""
     float32: tuple[str, ...] = ()
     """Patterns of model weights that its software keeps in float32, whatever --dtype says."""
     counts_steps: bool = False
-    """Its files have the steps of the optimizer as plain numbers (``Training.steps``)."""
+    """Its files have the steps of the optimizer as plain numbers (``TrainingState.steps``)."""
     keeps_form: bool = False
     """Whole tensors as they were published: they keep the form of their family that they have, and parts of a directory
     of several models have this format."""
@@ -277,9 +278,9 @@ class Capabilities(NamedTuple):
     exact: bool = False
     """A checkpoint's tensors are given: none may be left out."""
     indexes: IndexRules | None = None
-    """Of the indexes that lie beside its files."""
+    """Rules for the indexes that lie beside its files."""
     default_target: bool = False
-    """What comes in this format stays in it unless --to says otherwise."""
+    """A source in this format stays in it by default (without --to)."""
     views: bool = False
     """Tensors may share bytes, and repeat them; their reader has checked that they lie inside of their files."""
     nested: bool = False
@@ -287,11 +288,12 @@ class Capabilities(NamedTuple):
     optimizer_beside: bool = False
     """A file of torch's optimizer may lie beside the model, ``optimizer.pt``."""
     states: str = ""
-    """Whose names the states of optimizers have, ``torch`` or ``paddle`` (``core.optimizer_states``); "" keeps them."""
+    """Convention of the names of optimizers' states, ``torch`` or ``paddle`` (``core.optimizer_states``); "" keeps
+    them."""
     own_files: str = ""
     """Pattern of names of weights that files of its own have, which may hold no tensors."""
     instead: str = ""
-    """What may be written in place of a format that is only read."""
+    """The format to write in place of one that is only read."""
 
     @property
     def sharded(self) -> bool:
@@ -313,7 +315,7 @@ class OutFile(NamedTuple):
 
 
 def name_in_file(t: RankTensor) -> str:
-    """What most formats call a tensor in its file."""
+    """A tensor's name in its file, in most formats."""
     return t.name + (f"/{t.state}" if t.state else "") + (f"#{t.part}" if t.part else "")
 
 
@@ -326,7 +328,7 @@ class FileLayout(NamedTuple):
     notes: list[str]
     rank_files: list[list[int]]
     ranks: Sequence[Sequence[RankTensor]] | None = None
-    """What the files hold, where the format cuts further than the mesh does; None is ``WriteRequest.ranks``."""
+    """Tensors of each file, where the format cuts further than the mesh does; None: ``WriteRequest.ranks``."""
     generated: tuple[tuple[str, bytes], ...] = ()
     """Small files of the format's own beside them; they replace companions of the same name."""
     dropped: tuple[str, ...] = ()
@@ -336,14 +338,14 @@ class FileLayout(NamedTuple):
     copied: tuple[Place, ...] = ()
     """Files that the format carries over as they are, of any size."""
     label: Callable[[RankTensor], str] = name_in_file
-    """What a tensor is called in its file; manifests and errors have it."""
+    """A tensor's name in its file, for manifests and errors."""
     usage: str = ""
     """A command or a line of Python that reads what is written: {dst} is its path for a shell, {text} in quotes;
     "" where there is none."""
 
 
 class Reader(Protocol):
-    """How one piece of software's files are read."""
+    """The reader of one piece of software's files."""
 
     name: str
     capabilities: Capabilities
@@ -360,12 +362,12 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Writer(Protocol):
-    """How they are written. A reader without a writer is of a format that is only read."""
+    """The writer of one piece of software's files. A format that is only read has none."""
 
     name: str
     capabilities: Capabilities
     dialect: str
-    """Whose names the files have; "" keeps those of the source."""
+    """Dialect of the files; "" keeps those of the source."""
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """The mesh that this target will have when ``asked`` for; ``said`` are the sizes that a flag named."""
@@ -374,8 +376,8 @@ class Writer(Protocol):
         """Name the files, their exact sizes and headers, and what lies beside them."""
 
 
-class Checked(NamedTuple):
-    """What a format's own check found."""
+class FormatCheck(NamedTuple):
+    """The result of a format's own check."""
 
     found: list[tuple[str, str, str, str]]
     """Identifier, text, where, hint."""
@@ -389,7 +391,7 @@ class ChecksItself(Protocol):
 
     name: str
 
-    def check(self, listing: Listing) -> Checked:
+    def check(self, listing: Listing) -> FormatCheck:
         """Everything that is wrong with the files."""
 
 
@@ -398,14 +400,14 @@ class KeptFile(NamedTuple):
 
     file: DataFile
     name: str
-    """In what is left."""
+    """Name after the removal."""
     tensors: list[StoredTensor]
-    """Those that stay, as its header says."""
+    """Remaining tensors, as its header says."""
     loses: bool
 
 
 class Remainder(NamedTuple):
-    """What is left of a checkpoint's files."""
+    """The files of a checkpoint after tensors were removed."""
 
     files: list[KeptFile]
     indexes: list[tuple[str, bytes]]
@@ -534,8 +536,8 @@ def fill_files(tensors: Sequence[RankTensor], limit: int | None) -> list[list[Ra
     return groups
 
 
-class Places(Mapping[str, tuple[int, int]]):
-    """Where the tensors of a rank lie: ``RankTensor.slot`` -> (file, byte offset)."""
+class RankPlaces(Mapping[str, tuple[int, int]]):
+    """Places of a rank's tensors: ``RankTensor.slot`` -> (file, byte offset)."""
 
     __slots__ = ("_files", "_index", "_offsets")
 
@@ -574,11 +576,11 @@ def build_files(
             slots.append(t.slot)
             where.append(at)
             offsets.append(offset_of[name_of(t)])
-    places: list[Places] = []
+    places: list[RankPlaces] = []
     known: list[str] = []
     index: dict[str, int] = {}
     for slots, where, offsets in columns:
         if slots != known:  # tensor-parallel ranks have the same tensors, and so one index
             known, index = slots, {slot: i for i, slot in enumerate(slots)}
-        places.append(Places(index, where, offsets))
+        places.append(RankPlaces(index, where, offsets))
     return FileLayout(files, places, [], rank_files, label=name_of)

@@ -31,7 +31,7 @@ _ADAPTED = re.compile(r"\.(?:lora_(?:A|B|embedding_A|embedding_B|magnitude_vecto
 
 
 def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where the fields of a text model are looked up, the first that has one counts."""
+    """The places of a text model's fields, the first that has one counts."""
     text = config.get("text_config")
     return [config, *([text] if isinstance(text, Mapping) else [])]
 
@@ -42,12 +42,12 @@ def is_part(name: str, value: object) -> bool:
 
 
 def config_field(config: Mapping[str, Any], name: str) -> Any:
-    """What the config says under this name; None where it says nothing."""
+    """The config's value under this name; None where it has none."""
     return next((p[name] for p in config_places(config) if p.get(name) is not None), None)
 
 
 def values_at(places: Iterable[Mapping[str, Any]], path: str) -> list[Any]:
-    """What stands under a name, or under a path ``part.field``, in each place that has it, null included."""
+    """The values under a name, or a path ``part.field``, in each place that has it, null included."""
     return [v for p in places for v in _at(p, path)]
 
 
@@ -84,7 +84,7 @@ def ties_head(config: Mapping[str, Any]) -> bool | None:
 
 
 def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the config says of quantisation; {} if nothing."""
+    """The config's section about quantisation; {} if none."""
     for place in config_places(config):
         for name in QUANTIZATION:
             if isinstance(found := place.get(name), Mapping) and found:

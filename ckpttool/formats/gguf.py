@@ -98,7 +98,9 @@ class Gguf:
         if beside:
             _compare(beside, made, str(stored.root / "config.json"))
             return self.name, beside
-        stored.notes.append(f"there is no config.json: one of {made['architectures'][0]} is made of the file's keys")
+        stored.notes.append(
+            f"there is no config.json: generated one for {made['architectures'][0]} from the file's keys"
+        )
         if _SCALED in shapes or any(k.startswith(f"{kind}.rope.scaling.") for k in keys):
             stored.notes.append("its rotary positions are scaled: put the model's rope_scaling into config.json")
         return self.name, made

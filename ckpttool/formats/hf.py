@@ -31,7 +31,7 @@ _WEIGHTS_FILE = re.compile(_STEM + r"\.safetensors\Z")
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """How the files of one set of tensors are called."""
+    """File names of one set of tensors."""
 
     stem: str = "model"
     """One of ``LOADED``, of a variant with its word: ``model.fp16``."""
@@ -40,12 +40,12 @@ class FileNames:
 
     @property
     def single(self) -> str:
-        """When there is only one."""
+        """Name of a single file."""
         return f"{self.stem}.safetensors"
 
     @property
     def index(self) -> str:
-        """When there are several."""
+        """Name of the index of several files."""
         return index_files.index_name(self.stem)
 
 
@@ -154,7 +154,7 @@ class HuggingFace:
 
 
 def _usual_names(config: Mapping[str, Any]) -> FileNames:
-    """What the library that wrote the config calls its files: diffusers has a name of its own."""
+    """File names of the library that wrote the config: diffusers has a name of its own."""
     return FileNames(_DIFFUSERS) if "_class_name" in config else FileNames()
 
 
@@ -269,7 +269,7 @@ def _one_variant(listing: Listing, present: list[str], notes: list[str]) -> list
 
 
 def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, list[str]]:
-    """Which files make up the checkpoint, the index that says so and its map, and notes."""
+    """The files that make up the checkpoint, their index and its map, and notes."""
     if listing.single.endswith(".safetensors"):
         return [listing.single], "", None, []
     notes: list[str] = []

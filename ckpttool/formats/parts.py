@@ -39,7 +39,7 @@ ReadPart = Callable[[Listing], base.StoredCheckpoint]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PipelinePart:
     """A component with weights."""
 
     name: str
@@ -51,31 +51,31 @@ class Part:
 
     @property
     def prefix(self) -> str:
-        """What its tensors' names begin with."""
+        """Prefix of its tensors' names."""
         return "" if self.name == ROOT else f"{self.name}."
 
     @property
     def folder(self) -> str:
-        """What the names of its files begin with."""
+        """Prefix of its files' names."""
         return "" if self.name == ROOT else f"{self.name}/"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PipelineParts:
     """All parts of a directory; ``StoredCheckpoint.native``."""
 
-    all: tuple[Part, ...]
-    chosen: tuple[Part, ...]
-    """Those that are read."""
+    all: tuple[PipelinePart, ...]
+    chosen: tuple[PipelinePart, ...]
+    """Parts that are read."""
     named: bool
     """Whether they were asked for by name (``ReadOptions.parts``)."""
     label: str = ""
-    """What it is, as its software calls it: ``FluxPipeline``."""
+    """Class name in its software: ``FluxPipeline``."""
     usage: str = ""
     """The line of Python that loads the directory, as in ``FileLayout``."""
 
-    def options(self, part: Part) -> base.OpenOptions:
-        """How one of them is opened by itself."""
+    def options(self, part: PipelinePart) -> base.OpenOptions:
+        """Options that open one part by itself."""
         beside = tuple([p.name for p in self.all if p.name not in (ROOT, part.name)]) if part.name == ROOT else ()
         return base.OpenOptions(part.format, base.ReadOptions(part=part.name, beside=beside))
 
@@ -95,7 +95,7 @@ class MultiPart(ABC):
 
     @abstractmethod
     def label(self, listing: Listing) -> str:
-        """What this is, as its software calls it."""
+        """The class name of a directory in its software."""
 
     def detect(self, listing: Listing) -> int:
         if listing.single:
@@ -120,7 +120,7 @@ class MultiPart(ABC):
         every = tuple([read.get(p.name, p) for p in found])
         only = any(_is_variant(_of(listing, p.name)) for p in found)
         usage = "" if only else self._usage  # a loader wants the word of a variant
-        stored.native = Parts(every, chosen, bool(options.parts), self.label(listing), usage)
+        stored.native = PipelineParts(every, chosen, bool(options.parts), self.label(listing), usage)
         own = {part.name for part in found}
         for name in self.components(listing):
             if name not in (*own, ROOT) and name not in listing.folders():
@@ -138,7 +138,7 @@ class MultiPart(ABC):
     _index: str
     _usage: str
 
-    def _parts(self, listing: Listing) -> tuple[Part, ...]:
+    def _parts(self, listing: Listing) -> tuple[PipelinePart, ...]:
         """Raises ConflictError for one that is a link out of the directory: its small files would be carried."""
         names = [n for n in self.components(listing) if _has_weights(listing, n)]
         for n in names:
@@ -149,9 +149,9 @@ class MultiPart(ABC):
                     hint="put a copy of the directory in its place, or give it alone as SRC",
                 )
         places = {n: listing.root if n == ROOT else listing.root / n for n in names}
-        return tuple(Part(n, place, _is_model(_of(listing, n))) for n, place in places.items())
+        return tuple(PipelinePart(n, place, _is_model(_of(listing, n))) for n, place in places.items())
 
-    def _add(self, stored: base.StoredCheckpoint, part: Part, listing: Listing) -> str:
+    def _add(self, stored: base.StoredCheckpoint, part: PipelinePart, listing: Listing) -> str:
         """Read one; its format."""
         one = self._read(_of(listing, part.name))
         if one.mesh.world > 1 or one.recorded is not None or one.shards:
@@ -188,7 +188,7 @@ class Diffusers(MultiPart):
     def label(self, listing: Listing) -> str:
         return str(listing.json(self._index)["_class_name"])
 
-    def _parts(self, listing: Listing) -> tuple[Part, ...]:
+    def _parts(self, listing: Listing) -> tuple[PipelinePart, ...]:
         lacking = [
             n
             for n in self.components(listing)
@@ -257,7 +257,7 @@ def _is_model(listing: Listing) -> bool:
     return any(config.get(field) for field in ("model_type", "architectures", "_class_name"))
 
 
-def _chosen(found: Sequence[Part], asked: Sequence[str], listing: Listing) -> tuple[Part, ...]:
+def _chosen(found: Sequence[PipelinePart], asked: Sequence[str], listing: Listing) -> tuple[PipelinePart, ...]:
     names = [p.name for p in found]
     if wrong := [n for n in asked if n.rstrip("/") not in names]:
         raise UsageError(
@@ -273,6 +273,6 @@ def _renamed(t: StoredTensor, prefix: str, first: int) -> StoredTensor:
     return t._replace(name=prefix + t.name, file=t.file + first)
 
 
-def parts_of(stored: Any) -> Parts | None:
+def parts_of(stored: Any) -> PipelineParts | None:
     """The parts of a checkpoint that has been read; None for one of a single model."""
-    return stored.native if isinstance(stored.native, Parts) else None
+    return stored.native if isinstance(stored.native, PipelineParts) else None

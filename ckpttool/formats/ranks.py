@@ -11,7 +11,7 @@ family: geometry that is recorded can be checked. Model weights that a rank hold
 
 Files that hold more than model weights have version 2. Their other tensors are called ``master_weights/NAME`` or
 ``optimizer/NAME/exp_avg`` and are all listed, with ``component`` and ``state``. ``training``, in the first file that is
-written, is what ``base.Training`` says.
+written, is what ``base.TrainingState`` says.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COMMON = (
 """Names that people give to rank files, tried when there is no --rank-pattern."""
 
 
-class Ranks:
+class RankFiles:
     """One file per rank."""
 
     name = "ranks"
@@ -85,8 +85,8 @@ class Ranks:
         files: list[DataFile] = []
         tensors: list[StoredTensor] = []
         groups: _Groups = {}
-        training: base.Training | None = None
-        cuts: dict[Any, _Cut] = {}
+        training: base.TrainingState | None = None
+        cuts: dict[Any, _RankCut] = {}
         rec: dict[str, Any] = {}
         metadata: dict[str, str] = {}
         mesh = Mesh()
@@ -242,8 +242,8 @@ _MOST = 32 << 20
 """Characters of what is recorded for a trainer. Readers of safetensors take headers of up to 100 MB."""
 
 
-def _training_record(training: base.Training | None) -> tuple[dict[str, Any], list[str]]:
-    """What JSON can hold of it, and notes about the rest."""
+def _training_record(training: base.TrainingState | None) -> tuple[dict[str, Any], list[str]]:
+    """The values that JSON can hold, and notes about the rest."""
     if training is None:
         return {}, []
     left = list(training.left)
@@ -270,7 +270,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _training(rec: Any, path: Place) -> base.Training | None:
+def _training(rec: Any, path: Place) -> base.TrainingState | None:
     """The inverse. Raises CorruptError."""
     if rec is None:
         return None
@@ -279,7 +279,7 @@ def _training(rec: Any, path: Place) -> base.Training | None:
         step = rec["step"]
         if step is not None and type(step) is not int:
             raise TypeError
-        return base.Training(groups, step, dict(rec["plain"]), tuple(map(_text, rec["left"])))
+        return base.TrainingState(groups, step, dict(rec["plain"]), tuple(map(_text, rec["left"])))
     except (KeyError, TypeError, ValueError):
         raise CorruptError("what the `ckpttool` metadata says for a trainer is not valid", where=str(path)) from None
 
@@ -318,11 +318,11 @@ def _record(metadata: Mapping[str, str], path: Place, rank: int) -> dict[str, An
     return out
 
 
-class _Cut(NamedTuple):
-    """How a rank holds a tensor; one object for all tensors that it holds alike."""
+class _RankCut(NamedTuple):
+    """The share of a tensor on a rank; one object for all tensors that it holds alike."""
 
     shape: tuple[int, ...]
-    """Of the logical tensor."""
+    """Shape of the logical tensor."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
     pads: tuple[Box, ...]
@@ -334,12 +334,12 @@ _Groups = dict[Key, tuple[tuple[int, ...], list[Piece], list[Pad]]]
 
 
 def _add(
-    groups: _Groups, t: StoredTensor, rec: dict[str, Any] | None, path: Place, cuts: dict[Any, _Cut]
+    groups: _Groups, t: StoredTensor, rec: dict[str, Any] | None, path: Place, cuts: dict[Any, _RankCut]
 ) -> StoredTensor:
     """Add what one rank's record says about one stored tensor, which is returned with its component and state."""
     if rec is None:
         box = whole(t.shape)
-        key, cut = Key(t.name), _Cut(t.shape, ((box, box),), ())
+        key, cut = Key(t.name), _RankCut(t.shape, ((box, box),), ())
     else:
         try:
             key = _key(rec.get("key", t.name), rec)
@@ -370,7 +370,8 @@ def _add(
 
 
 def _key(text: Any, rec: Mapping[str, Any]) -> Key:
-    """What ``str(Key)`` stands for, given the record with its component and state. Raises ValueError, TypeError."""
+    """The key that ``str(Key)`` stands for, given the record with its component and state. Raises ValueError,
+    TypeError."""
     component, state = rec.get("component", "model"), rec.get("state", "")
     if not isinstance(text, str) or not isinstance(state, str):
         raise TypeError
@@ -389,8 +390,8 @@ def _cut(
     shape: tuple[int, ...],
     boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
     path: Place,
-) -> _Cut:
-    """What a record means: (first element in the stored tensor, first in the logical one, size) of each box.
+) -> _RankCut:
+    """The boxes of a record: (first element in the stored tensor, first in the logical one, size) of each box.
 
     Raises CorruptError for what cannot be, and TypeError or ValueError for what are no sizes.
     """
@@ -420,7 +421,7 @@ def _cut(
                 where=str(path),
             )
         pads.append(gap)
-    return _Cut(shape, tuple(out), tuple(pads))
+    return _RankCut(shape, tuple(out), tuple(pads))
 
 
 _FIELD = re.compile(r"\{(rank|tp|pp|ep|etp|part)(?::[^{}]*)?\}|\*")

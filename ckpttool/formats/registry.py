@@ -20,10 +20,10 @@ from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.gguf import Gguf
 from ckpttool.formats.hf import HuggingFace
 from ckpttool.formats.megatron import Megatron, MegatronDist
-from ckpttool.formats.paddle import Flex, Hybrid, PaddleFile, PaddleProgram, Unified, ZeroCost
+from ckpttool.formats.paddle import Flex, Hybrid, PaddleProgram, PdparamsFile, Unified, ZeroCost
 from ckpttool.formats.parts import Diffusers, MultiPart, SentenceTransformers
-from ckpttool.formats.ranks import Ranks
-from ckpttool.formats.runs import Run, RunError, Save, is_run, named_saves, names_in, unwritten
+from ckpttool.formats.ranks import RankFiles
+from ckpttool.formats.runs import RunError, RunSave, TrainingRun, is_run, named_saves, names_in, unwritten
 from ckpttool.formats.runs import find as find_run
 from ckpttool.formats.torch import (
     ByteCheckpoint,
@@ -52,7 +52,7 @@ READERS: dict[str, Reader] = {
     f.name: f
     for f in (
         HuggingFace(),
-        Ranks(),
+        RankFiles(),
         DeepSeek(),
         VLLM(),
         TensorRTLLM(),
@@ -60,7 +60,7 @@ READERS: dict[str, Reader] = {
         Hybrid(),
         ZeroCost(),
         Flex(),
-        PaddleFile(),
+        PdparamsFile(),
         PaddleProgram(),
         TorchFiles(),
         Meta(),
@@ -91,7 +91,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("torch-dist", "torch_dist", "dist-checkpointing", "mcore", "megatron-core"), "megatron-dist"),
     **dict.fromkeys(("megatron-lm", "mp_rank"), "megatron"),
 }
-"""What people say for a format; only for hints."""
+"""Other names of formats; only for hints."""
 _TRIED = 3
 """Checkpoints of a run that are opened to name one that can be."""
 _OF_RANKS = (".safetensors", ".pth")
@@ -102,12 +102,12 @@ _NO_SELECT = (
 
 
 def reader(name: str) -> Reader:
-    """What reads the format that --from names. Raises UsageError for an unknown one."""
+    """The reader of the format that --from names. Raises UsageError for an unknown one."""
     return _named(READERS, name, "--from")
 
 
 def writer(name: str) -> Writer:
-    """What writes the format that --to names. Raises UsageError for an unknown one, UnsupportedError for one that is
+    """The writer of the format that --to names. Raises UsageError for an unknown one, UnsupportedError for one that is
     only read.
     """
     if name in READERS and name not in WRITERS:
@@ -178,7 +178,7 @@ def recognise(listing: Listing) -> str:
         return ""
 
 
-def run_at(path: Place) -> Run:
+def run_at(path: Place) -> TrainingRun:
     """The checkpoints that lie in a directory. Raises UsageError when it does not exist."""
     return find_run(list_source(path), recognise)
 
@@ -203,7 +203,7 @@ def _refuse_run(listing: Listing) -> None:
     )
 
 
-def _newest_whole(saves: Sequence[Save]) -> str:
+def _newest_whole(saves: Sequence[RunSave]) -> str:
     """The newest of the last few that is complete, by the rules by which `inspect RUN` lists them; "" for none."""
     last = [s for s in saves if s.step is not None][-_TRIED:]
     held = [names_in(s.place) for s in last]

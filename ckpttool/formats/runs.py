@@ -32,7 +32,7 @@ _STEPS = tuple(
         r"\A(\d{1,18})\Z",
     )
 )
-"""Where a name says the step, the surest first: Lightning's and NeMo's have the epoch in front of it."""
+"""Patterns of the step in a name, the surest first: Lightning's and NeMo's have the epoch in front of it."""
 _SAVE = re.compile(
     r"(?:tmp[-_.])?(?:checkpoint|ckpt|(?:global_?)?step|iter|epoch)[-_=]?\d{1,18}(?:[-_.].*)?|.*(?:step|epoch)=\d{1,18}.*",
     re.IGNORECASE,
@@ -47,14 +47,14 @@ _LAST = re.compile(r"(?:latest|last)(?:[-_.].*)?|.*[-_]last(?:\.\w+)?")
 _MOST = 10_000
 """Directories that are looked at by their names."""
 _STRANGERS = 200
-"""Of those that are not called as saves are, these are looked into: SRC may be somebody's home."""
+"""Directories without a save's name that are looked into at most: SRC may be somebody's home."""
 
 
 _LAST_WRITTEN = ("trainer_state.json", ".checkpoint_done")
-"""What trainers (transformers, PaddleFormers) write when the rest is there."""
+"""Files that trainers (transformers, PaddleFormers) write last."""
 
 
-class Save(NamedTuple):
+class RunSave(NamedTuple):
     """One checkpoint of several."""
 
     name: str
@@ -67,12 +67,12 @@ class Save(NamedTuple):
     """Its name says so."""
 
 
-class Run(NamedTuple):
-    """What lies in one directory."""
+class TrainingRun(NamedTuple):
+    """The saves in one directory."""
 
     root: Place
-    saves: tuple[Save, ...]
-    """In the order of their steps; those that have none come last."""
+    saves: tuple[RunSave, ...]
+    """Saves by step; those without one come last."""
     pointer: str = ""
     """The file, or the link, that names the save from which a trainer goes on."""
     marked: str = ""
@@ -100,7 +100,7 @@ def names_in(place: Place) -> set[str]:
 
 
 def unwritten(names: Collection[str], others: Sequence[Collection[str]]) -> list[str]:
-    """What trainers write last that is not among the files of a save, and is among those of another of its run."""
+    """Last-written files that a save lacks and another save of its run has."""
     return [m for m in _LAST_WRITTEN if m not in names and any(m in n for n in others)]
 
 
@@ -109,7 +109,7 @@ def named_saves(listing: Listing) -> list[str]:
     return [f for f in listing.folders() if _SAVE.fullmatch(f)]
 
 
-def find(listing: Listing, recognise: Callable[[Listing], str]) -> Run:
+def find(listing: Listing, recognise: Callable[[Listing], str]) -> TrainingRun:
     """The checkpoints in a directory, whether or not it is one itself; ``recognise`` says the format of one."""
     run = _here(listing, recognise)
     if run.saves or listing.single:
@@ -118,11 +118,11 @@ def find(listing: Listing, recognise: Callable[[Listing], str]) -> Run:
         below = _here(listing.inside(inner), recognise)
         if below.saves:
             saves = [s._replace(name=f"{inner}/{s.name}") for s in below.saves]
-            return Run(listing.root, tuple(saves), *(f"{inner}/{x}" if x else "" for x in below[2:]))
+            return TrainingRun(listing.root, tuple(saves), *(f"{inner}/{x}" if x else "" for x in below[2:]))
     return run
 
 
-def is_run(run: Run) -> bool:
+def is_run(run: TrainingRun) -> bool:
     """Whether these are checkpoints of their own, and not the ranks of one, or empty directories."""
     if not any(s.format for s in run.saves):
         return False
@@ -133,9 +133,9 @@ def is_run(run: Run) -> bool:
     return not ranks and (len(names) > 1 or any(s.step is not None for s in run.saves))
 
 
-def _here(listing: Listing, recognise: Callable[[Listing], str]) -> Run:
+def _here(listing: Listing, recognise: Callable[[Listing], str]) -> TrainingRun:
     if listing.single:
-        return Run(listing.root, ())
+        return TrainingRun(listing.root, ())
     folders = listing.folders()[:_MOST]
     links = {f: to for f in folders if (to := _beside(listing.root, f)) in folders}
     own = {f: None for f in folders if f not in links and _SAVE.fullmatch(f.lstrip("."))}
@@ -144,19 +144,19 @@ def _here(listing: Listing, recognise: Callable[[Listing], str]) -> Run:
     for name in (*own, *others):
         kind = recognise(listing.inside(name))
         if kind or name in own:
-            found.append(Save(name, listing.root / name, step_of(name), kind, bool(_UNFINISHED.search(name))))
+            found.append(RunSave(name, listing.root / name, step_of(name), kind, bool(_UNFINISHED.search(name))))
     found += _files(listing, recognise)
     found.sort(key=lambda s: (s.step is None, s.step or 0, natural(s.name)))
-    return Run(listing.root, tuple(found), *_marked(listing, found, links))
+    return TrainingRun(listing.root, tuple(found), *_marked(listing, found, links))
 
 
-def _files(listing: Listing, recognise: Callable[[Listing], str]) -> list[Save]:
+def _files(listing: Listing, recognise: Callable[[Listing], str]) -> list[RunSave]:
     """Files that are a checkpoint each: Lightning's, NeMo's. One alone may be the weights of the directory itself."""
     names = [n for n in listing.names if n.endswith(_FILES) and not _RANK.search(n)]
     if sum(step_of(n) is not None for n in names) < 2:
         return []
     return [
-        Save(n, listing.path(n), step_of(n), recognise(Listing(listing.root, (n,), n)), bool(_UNFINISHED.search(n)))
+        RunSave(n, listing.path(n), step_of(n), recognise(Listing(listing.root, (n,), n)), bool(_UNFINISHED.search(n)))
         for n in names
         if step_of(n) is not None or _LAST.fullmatch(n)
     ]
@@ -171,7 +171,7 @@ def _beside(root: Place, name: str) -> str:
     return real.name if str(real.parent) == os.path.realpath(str(root)) else ""
 
 
-def _marked(listing: Listing, saves: Sequence[Save], links: dict[str, str]) -> tuple[str, str]:
+def _marked(listing: Listing, saves: Sequence[RunSave], links: dict[str, str]) -> tuple[str, str]:
     """The file or link that says from which save a trainer goes on, and the name of that save."""
     for file in [n for n in listing.names if _POINTER.fullmatch(n)]:
         try:

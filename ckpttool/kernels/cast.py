@@ -25,7 +25,7 @@ _LEAST_NORMAL = _U32(113 << 23)
 _MAGIC = _U32(13 << 23)
 """Added to a number's exponent gives a number with a last bit as large as the step of float16 at the first one."""
 _UP, _DOWN = np.float32(2.0**112), np.float32(2.0**-112)
-"""Between the exponents of both types, whose biases are 15 and 127."""
+"""Factors between the exponents of both types, whose biases are 15 and 127."""
 _LEAST, _LEAST_HALF = np.float32(2.0**-149), np.float32(2.0**-24)
 """The least numbers of both types; these, times the factors, are subnormal."""
 
@@ -64,7 +64,7 @@ def cast(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
 
 
 def _from_double(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
-    """To a type of 16 bits, in pieces along the first axis that keep the intermediate block small.
+    """Convert to a type of 16 bits, in pieces along the first axis that keep the intermediate block small.
 
     The intermediate float32 is cut off, with a last bit that says whether anything was. It has 13 and more bits that
     the result does not have, so that rounding it is rounding the number itself, halfway cases included.

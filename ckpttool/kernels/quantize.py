@@ -64,9 +64,9 @@ _TWENTY_FOUR = np.uint32(24)
 _NARROW = {"BF16": (7, 2.0**-126, _BF16), "F16": (10, 2.0**-14, np.dtype(np.float16))}
 """dtype -> (bits of its mantissa, its first number with a leading bit, numpy's)."""
 _EPS = {"BF16": 2.0**-7, "F16": 2.0**-10}
-"""What compressed-tensors puts in place of a scale of 0."""
+"""Scale of compressed-tensors in place of 0."""
 _F16_MOST, _F16_LEAST = np.float32(65504), np.float32(2.0**-24)
-"""Of the numbers that F16 holds, 0 apart."""
+"""Largest and smallest positive numbers in F16."""
 _NV = 448.0 * 6.0
 
 
@@ -88,7 +88,7 @@ class ScaleError(ValueError):
 
 
 class _Tile:
-    """What belongs to one tile: views of the same memory for all shapes, since making them takes time."""
+    """The buffers of one tile: views of the same memory for all shapes, since making them takes time."""
 
     def __init__(self, memory: Array, shape: tuple[int, ...]) -> None:
         n = shape[0] * shape[1]
@@ -332,7 +332,7 @@ class Rounder:
             return np.float32(x).astype(_NARROW[self._kind][2]).astype(np.float32)
 
     def scale(self, maxima: Array, factor: float = 1.0) -> tuple[Array, Array]:
-        """Of blocks whose largest magnitudes have these bits (uint32 [blocks, blocks]).
+        """Scales of blocks whose largest magnitudes have these bits (uint32 [blocks, blocks]).
 
         Returns (the scales as stored: bytes [blocks, blocks, bytes of a scale], what elements are divided by: float32
         [blocks, blocks]).

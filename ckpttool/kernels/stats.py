@@ -35,14 +35,14 @@ _PLAIN = 480
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What is known of all elements; None where there is no finite element to know it of."""
+    """Statistics of all finite elements; None where there is none."""
 
     elements: int
     minimum: Number | None
     maximum: Number | None
     mean: float | None
     std: float | None
-    """Of the population: the root of the mean squared distance from the mean."""
+    """Standard deviation of the population: the root of the mean squared distance from the mean."""
     amax: Number | None
     """Largest absolute value."""
     nan: int
@@ -67,10 +67,10 @@ class Collector(Protocol):
         """Count a block in."""
 
     def stats(self) -> Stats:
-        """Of everything added so far."""
+        """Statistics of everything added so far."""
 
     def histogram(self, bins: int) -> Histogram | None:
-        """Of everything added so far; None when it takes another pass over the blocks with ``Binning``."""
+        """Histogram of everything added so far; None when it takes another pass over the blocks with ``Binning``."""
 
 
 def collector(dtype: str) -> Collector:
@@ -80,7 +80,7 @@ def collector(dtype: str) -> Collector:
         raise UnsupportedError(f"{dtype} elements are smaller than a byte and have no statistics")
     if entry.bits <= 16:
         return _Patterns(dtype)
-    return _Integers() if entry.kind == "int" else _Sums(dtype)
+    return _Integers() if entry.kind == "int" else _WideSums(dtype)
 
 
 @lru_cache(maxsize=32)
@@ -152,7 +152,7 @@ class _Patterns:
         return binning.result()
 
 
-class _Sums:
+class _WideSums:
     """Adds up wider elements."""
 
     def __init__(self, dtype: str) -> None:
@@ -276,7 +276,7 @@ def _squared(values: Array) -> int:
 
 
 @dataclass(slots=True)
-class Health:
+class TensorHealth:
     """Elements of one tensor that no sound weight has, counted over blocks in row-major order."""
 
     nan: int = 0
@@ -359,7 +359,8 @@ def _number(value: Any, dtype: str) -> Number:
 
 
 def differs(left: Array, right: Array, atol: float, rtol: float) -> tuple[Array, float]:
-    """Where two blocks differ by more than ``atol + rtol * |right|``, and the largest absolute difference there.
+    """Compare two blocks: where they differ by more than ``atol + rtol * |right|``, and the largest absolute difference
+    there.
 
     NaN equals NaN and an infinity itself; the difference from a NaN is NaN.
     """
@@ -396,7 +397,7 @@ def _integers_apart(left: Array, right: Array) -> Array:
 
 
 def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
-    """Where two blocks of one dtype differ in any bit, and the largest absolute difference there."""
+    """Compare two blocks of one dtype: where they differ in any bit, and the largest absolute difference there."""
     kind = np.dtype(f"u{left.dtype.itemsize}") if left.dtype.itemsize <= 8 else np.dtype((np.void, left.dtype.itemsize))
     wrong = np.ascontiguousarray(left).view(kind) != np.ascontiguousarray(right).view(kind)
     wrong = wrong.reshape(left.shape)  # a tensor without axes got one on the way
@@ -412,7 +413,7 @@ def differs_in_bits(left: Array, right: Array) -> tuple[Array, float]:
 
 
 class Distance:
-    """How far two tensors are apart as a whole, added up over blocks in float64."""
+    """The distance of two tensors as a whole, summed over blocks in float64."""
 
     def __init__(self) -> None:
         self._gap = self._left = self._right = self._dot = 0.0
@@ -459,7 +460,7 @@ class Distance:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None where one is all zeros."""
+        """Cosine of the angle between both; None where one is all zeros."""
         norms = math.sqrt(self._left) * math.sqrt(self._right)
         return self._dot / norms if norms else None
 

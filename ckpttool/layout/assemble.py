@@ -115,7 +115,7 @@ class Assembler:
     local_layers: bool = False
     notes: list[str] = field(default_factory=list)
     free_padding: bool = False
-    """What pads the vocabulary may hold anything."""
+    """The rows that pad the vocabulary may hold anything."""
     wholes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_FROM_RULES``."""
     _locals: dict[Any, RankShare] = field(default_factory=dict)

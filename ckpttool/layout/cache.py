@@ -1,4 +1,4 @@
-"""What the layers of a model keep of the tokens that they have read: ``cache:`` of a family file, for one config."""
+"""The state that a model's layers keep of the tokens they have read: ``cache:`` of a family file, for one config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpttool.layout.sizes import HINT, Default, DefaultSpec, Scope, shown
 from ckpttool.layout.spec import CacheSpec
 
 UNKNOWN = "unknown"
-"""What ``kinds`` comes to where the config does not tell."""
+"""The value of ``kinds`` where the config does not tell."""
 FULL = "full_attention"
 _KEEP_ALL = frozenset({FULL, "local_attention", "indexed_attention", "hybrid"})
 """Kinds of layers that keep something of every token. A local layer looks back only so far, and keeps all the same."""
@@ -40,14 +40,14 @@ _DEFAULTS: dict[str, Default] = {
     "kv_heads": "num_key_value_heads",
     "num_key_value_heads": "heads",
 }
-"""What fields mean that are not there, where a family says nothing else."""
+"""Defaults of fields, where a family has no others."""
 _NAMES = {
     "indexes": (
         "indexer_types[layer] in ['full', 'F'] if indexer_types"
         " else layer < index_skip_topk_offset or (layer - index_skip_topk_offset + 1) % index_topk_freq == 0"
     ),
 }
-"""Of layers with an indexer: whether it has keys of its own."""
+"""Words with a meaning by default; ``indexes``: whether a layer with an indexer has keys of its own."""
 _TELLING = (
     "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_source_layers", "use_cla",
     "cross_attention_layers", "attention_other_setting", "swa_head_dim", "swa_v_head_dim", "swa_num_key_value_heads",
@@ -68,8 +68,8 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What one layer keeps on one rank."""
+class LayerCache:
+    """The state that one layer keeps on one rank."""
 
     kind: str
     tokens: Mapping[str, int]
@@ -83,7 +83,7 @@ class Kept:
 
 
 class CacheScope(Scope):
-    """What the words of the section mean; what is wrong is said with the line that it stands in."""
+    """The meaning of the section's words; errors name the line."""
 
     def __init__(self, family: Family, spec: CacheSpec, config: Mapping[str, Any]) -> None:
         own = family.vocabulary
@@ -101,7 +101,7 @@ class CacheScope(Scope):
         return None
 
     def value(self, text: str, path: str) -> Value:
-        """What an expression of the section comes to. Raises LayoutError naming file, key and expression."""
+        """The value of an expression of the section. Raises LayoutError naming file, key and expression."""
         try:
             return self.work_out(text)
         except Refused as e:
@@ -191,8 +191,8 @@ def _listed(scope: CacheScope, spec: CacheSpec, layers: int) -> list[str] | None
     return None
 
 
-def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool = False) -> list[Kept]:
-    """What each layer keeps on one of ``tp`` ranks; ``fp8``: in which keys and values are.
+def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool = False) -> list[LayerCache]:
+    """The state that each layer keeps on one of ``tp`` ranks; ``fp8``: in which keys and values are.
 
     Raises what ``layer_kinds`` raises, and UnsupportedError for layers of which it is not known what they keep.
     """
@@ -243,7 +243,7 @@ def _texts(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from (str(size) for size in (said["shape"] if isinstance(said, dict) else said))
 
 
-def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) -> Kept:
+def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) -> LayerCache:
     tokens: dict[str, int] = {}
     window = state = 0
     if kind in _KEEP_ALL | _KEEP_WINDOW and not scope.value(spec.borrowed, "borrowed"):
@@ -253,7 +253,7 @@ def _kept(scope: CacheScope, spec: CacheSpec, kind: str, tp: int, dtype: str) ->
     if kind in _KEEP_STATE:
         found = _entries(scope, spec.state, "state", tp)
         state = sum(nbytes(own or dtype, elements) for _, elements, own in found)
-    return Kept(kind, tokens, spec.attentions, window, state)
+    return LayerCache(kind, tokens, spec.attentions, window, state)
 
 
 def _entries(scope: CacheScope, tree: Mapping[str, Any], path: str, tp: int) -> Iterator[tuple[str, int, str]]:

@@ -1,5 +1,5 @@
-"""What the name of a class of transformers says: ``Qwen3Model`` is ``Qwen3ForCausalLM`` without its output head, and
-``Qwen3ForSequenceClassification`` has another one in its place.
+"""Output heads by the names of transformers' classes: ``Qwen3Model`` is ``Qwen3ForCausalLM`` without its output head,
+and ``Qwen3ForSequenceClassification`` has another one in its place.
 
 Sources: transformers' modeling_layers.py (GenericForSequenceClassification, GenericForTokenClassification), and the
 classes of single models that do not derive from them.
@@ -22,11 +22,11 @@ _CLASSIFIER = frozenset({"BioGpt", "Bloom", "Falcon", "GPT2", "GPTBigCode", "GPT
 """Their heads for tokens are called so; those of others ``score``."""
 
 
-class Head(NamedTuple):
-    """What a model has in place of an output head."""
+class ClassHead(NamedTuple):
+    """The module that a model has in place of an output head."""
 
     name: str
-    """Of the module; "" is none at all."""
+    """Name of the module; "" is none at all."""
     bias: bool = False
 
 
@@ -36,7 +36,7 @@ def causal_classes(architecture: str) -> tuple[str, ...]:
     return tuple(m["stem"] + kind for kind in _CAUSAL) if m else ()
 
 
-def other_head(config: Mapping[str, Any], known: Collection[str]) -> Head | None:
+def other_head(config: Mapping[str, Any], known: Collection[str]) -> ClassHead | None:
     """The head of the class that a config names, where it is not that of a language model.
 
     None where it is, or where nothing is known of it. ``known`` are the classes of the family, of which all must be
@@ -49,9 +49,9 @@ def other_head(config: Mapping[str, Any], known: Collection[str]) -> Head | None
     if not all(c.endswith((*_CAUSAL, _BASE)) for c in known):
         return None
     if m["kind"] == _BASE:
-        return Head("")
+        return ClassHead("")
     if m["stem"] in _UNLIKE:
         return None
     if m["kind"] == _SEQUENCES:
-        return Head("score")
-    return Head("classifier" if m["stem"] in _CLASSIFIER else "score", bias=True) if m["kind"] == _TOKENS else None
+        return ClassHead("score")
+    return ClassHead("classifier" if m["stem"] in _CLASSIFIER else "score", bias=True) if m["kind"] == _TOKENS else None

@@ -106,7 +106,8 @@ def _by_component(tensors: Sequence[StoredTensor]) -> dict[tuple[str, str], list
 
 
 def _bytes_of(tensor: LogicalTensor) -> list[Piece]:
-    """Where its elements lie, whatever the stored tensors are called: formats with views may store two in one place."""
+    """The pieces that hold its elements, whatever the stored tensors are called: formats with views may store two in
+    one place."""
     return [p._replace(stored=p.stored._replace(name="")) for p in tensor.pieces]
 
 

@@ -25,7 +25,7 @@ from functools import cache
 from typing import Any
 
 Value = int | str | list[Any]
-"""What an expression can come to. A truth value is a number, as in Python."""
+"""The values that an expression can have. A truth value is a number, as in Python."""
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -45,7 +45,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.NotIn: lambda a, b: a not in b,
 }
 _NODES = (ast.List, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.IfExp, ast.Compare, ast.Subscript)
-"""What an expression may hold beside words, numbers and texts."""
+"""Syntax that an expression may contain beside words, numbers and texts."""
 _OTHER_SIGNS = (
     ast.Div, ast.Pow, ast.MatMult, ast.LShift, ast.RShift, ast.BitOr, ast.BitXor, ast.BitAnd, ast.UAdd, ast.Invert,
     ast.Is, ast.IsNot,
@@ -121,7 +121,7 @@ def _path(node: ast.AST) -> str:
 
 
 def _measured(node: ast.AST) -> ast.expr | None:
-    """What ``len()`` is asked of; None for anything else."""
+    """The argument of ``len()``; None for any other node."""
     match node:
         case ast.Call(func=ast.Name(id="len"), args=[value], keywords=[]):
             return value
@@ -141,7 +141,7 @@ class Expressions(ABC):
     def __init__(self) -> None:
         self._layer: int | None = None
         self._known: dict[str, Value] = {}
-        """By name or, in backquotes, by expression."""
+        """Values by name or, in backquotes, by expression."""
         self._in_layer: dict[str, Value] = {}
         """The same for what depends on the layer."""
         self._depends = False
@@ -153,19 +153,19 @@ class Expressions(ABC):
 
     @abstractmethod
     def meaning(self, name: str) -> Value:
-        """What a word means. Raises Refused."""
+        """The value of a word. Raises Refused."""
 
     @abstractmethod
     def element(self, of: str, value: object) -> Value:
         """An element of a list, called ``of``, as an expression can use it. Raises Refused."""
 
     def enter(self, layer: int | None) -> None:
-        """From here on expressions are those of this layer."""
+        """Evaluate the following expressions in this layer."""
         self._layer = layer
         self._in_layer.clear()
 
     def work_out(self, text: str) -> Value:
-        """What an expression comes to. Raises Refused, and RecursionError for one that is too deep."""
+        """Evaluate an expression. Raises Refused, and RecursionError for one that is too deep."""
         return self._remembered(f"`{text}`", lambda: self.evaluate(parsed(text)))
 
     def depends(self, work: Callable[[], object]) -> bool:
@@ -216,7 +216,7 @@ class Expressions(ABC):
             self._open.pop()
 
     def evaluate(self, node: ast.expr) -> Value:
-        """What a part of an expression comes to. Raises Refused."""
+        """Evaluate a part of an expression. Raises Refused."""
         if path := _path(node):
             return self._name(path)
         match node:

@@ -44,16 +44,16 @@ from ckpttool.layout.rules import (
     varying,
 )
 from ckpttool.layout.scales import config_block
-from ckpttool.layout.sizes import SizeSpec, Vocabulary, read_sizes, size_spec
+from ckpttool.layout.sizes import SizeSpec, SizeVocabulary, read_sizes, size_spec
 from ckpttool.layout.spec import FamilySpec, LayersSpec, OpSpec, TensorsSpec
 from ckpttool.layout.statements import (
+    CreateTensors,
     Drop,
     DropCopies,
     DropCopy,
     DropLayers,
     Fuse,
     OverrideRules,
-    Own,
     ReadAs,
     Refuse,
     Rename,
@@ -69,18 +69,18 @@ from ckpttool.layout.statements import (
 
 _T = TypeVar("_T")
 Shapes = Mapping[str, tuple[int, ...]]
-"""By the names of tensors."""
+"""Shapes by the names of tensors."""
 
 _KINDS = ("weight", "bias")
-"""Of a module, in the order in which it has them."""
+"""Tensors of a module, in its order."""
 _TIES = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Where a file says nothing else."""
+"""Default ties of a family file."""
 TASK_HEADS = ("score.*", "classifier.*", "classification_head.*", "qa_outputs.*", "v_head.*", "regression_head.*")
 """Heads that a model of any family may have in place of its own: every rank holds them whole."""
 
 
 class Placement(NamedTuple):
-    """Where one tensor lives and how it is cut."""
+    """The stage, layer and rule of one tensor."""
 
     rule: Rule
     stage: str
@@ -88,15 +88,15 @@ class Placement(NamedTuple):
     layer: int | None = None
     expert: int | None = None
     position: int = 0
-    """Of its rule in the family file, which lists tensors in the order in which a model holds them."""
+    """Position of its rule in the family file, which lists tensors in the order in which a model holds them."""
 
 
-class _Known(NamedTuple):
-    """What is known of names that differ only in their numbers."""
+class _NumberedPlacement(NamedTuple):
+    """The placement of names that differ only in their numbers."""
 
     found: Placement
     layer_at: int
-    """Which of the numbers is the layer; -1: none."""
+    """Index of the layer's number; -1: none."""
     expert_at: int
     varies: bool
     """The rule depends on the layer."""
@@ -113,17 +113,17 @@ class Family:
     block: tuple[int, int] | None = None
     """Elements of one scale of FP8 weights, from the config."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    """What the config says of quantised weights."""
+    """The config's section about quantised weights."""
     tied: bool = False
     """tie_word_embeddings of the config."""
     model_types: frozenset[str] = frozenset()
-    """Of the config, and of its language model's part."""
+    """Model types of the config and of its language model's part."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
-    """From --replicate and --split; before every rule of the file."""
+    """Rules of --replicate and --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""
-    _cache: dict[tuple[Transform, ...], dict[str, _Known | None]] = field(default_factory=dict)
+    _cache: dict[tuple[Transform, ...], dict[str, _NumberedPlacement | None]] = field(default_factory=dict)
     _varying: frozenset[str] = field(init=False)
     """Sizes that differ from layer to layer."""
     _layer_rules: dict[tuple[Rule, int], Rule] = field(init=False, default_factory=dict)
@@ -145,7 +145,7 @@ class Family:
         return {**tied, **self.spec.shared}
 
     def statements(self, naming: str, *, staged: bool = False) -> tuple[Transform, ...]:
-        """What leads from the names of the rules to those of a naming; ``staged``: over pipeline stages.
+        """The statements from the rules' names to those of a naming; ``staged``: over pipeline stages.
 
         Raises UnsupportedError for a naming that the family does not have.
         """
@@ -191,7 +191,7 @@ class Family:
             elif spec.copies is not None:
                 out.append(DropCopies(tuple((p, c.of, c.beside) for p, c in spec.copies.items())))
             elif spec.own is not None:
-                out.append(Own(tuple(spec.own)))
+                out.append(CreateTensors(tuple(spec.own)))
             elif spec.read_as is not None:
                 out.append(ReadAs(tuple(spec.read_as.items())))
             elif spec.tie is not None:
@@ -283,8 +283,8 @@ class Family:
         return frozenset(self.spec.sizes) - shared
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """What the words of its expressions are."""
+    def vocabulary(self) -> SizeVocabulary:
+        """The words of its expressions."""
         return _vocabulary(self.spec, self.origin)
 
     def size(self, name: str, layer: int | None = None) -> int | None:
@@ -297,7 +297,7 @@ class Family:
         return name in self._varying
 
     def word(self, name: str, layer: int | None) -> str:
-        """What a size is called in ``sizes``, where it may differ from layer to layer."""
+        """The name of a size in ``sizes``, where it may differ from layer to layer."""
         return in_layer(name, layer) if layer is not None and name in self._varying else name
 
     def placement(self, name: str, ops: tuple[Transform, ...] = ()) -> Placement | None:
@@ -341,7 +341,7 @@ class Family:
             self._layer_rules[key] = rule_in_layer(*key, self._varying)
         return place._replace(rule=self._layer_rules[key])
 
-    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]) -> _Known | None:
+    def _remember(self, name: str, numbers: tuple[str, ...], ops: tuple[Transform, ...]) -> _NumberedPlacement | None:
         """The placement of a name, and what it says of other names of the same template."""
         got = self._resolve(name, ops)
         if got is None:
@@ -350,7 +350,7 @@ class Family:
         layer_at = values.index(got.layer) if got.layer is not None else -1
         # The layer comes first in a name and the expert last, which tells them apart when they are equal.
         expert_at = len(values) - 1 - values[::-1].index(got.expert) if got.expert is not None else -1
-        return _Known(got, layer_at, expert_at, varies=self._in_layer(got) != got)
+        return _NumberedPlacement(got, layer_at, expert_at, varies=self._in_layer(got) != got)
 
     def _resolve(self, name: str, ops: tuple[Transform, ...]) -> Placement | None:
         if not ops:
@@ -390,7 +390,7 @@ class Family:
                 got = self._resolve(expand(op.part, {**m.groupdict(), "expert": "0"}), earlier)
                 if got is not None:
                     return got._replace(rule=replace(got.rule, grouped=True), expert=None)
-        if isinstance(op, Own) and matches(op.patterns, name):
+        if isinstance(op, CreateTensors) and matches(op.patterns, name):
             return Placement(parse_rule("replicate", origin=f"{self.origin}: `{name}` is this naming's own"), "first")
         if isinstance(op, ReadAs):
             return self._resolve(renamed(op.pairs, name), earlier)
@@ -528,15 +528,15 @@ def load_family(name: str, config: Mapping[str, Any]) -> Family:
     )
 
 
-class _Checked(NamedTuple):
-    """What a family file says, whatever the config; families share it, and nothing changes it."""
+class _ParsedFamily(NamedTuple):
+    """A family file, parsed, independent of a config; shared between families and never changed."""
 
     spec: FamilySpec
     rules: list[tuple[re.Pattern[str], Rule, str, bool]]
     by_name: bool
 
 
-def _checked(data: Any, origin: str) -> _Checked:
+def _checked(data: Any, origin: str) -> _ParsedFamily:
     try:
         spec = FamilySpec.model_validate(data)
     except ValidationError as e:
@@ -548,12 +548,12 @@ def _checked(data: Any, origin: str) -> _Checked:
     if spec.base:
         _add_bare(spec)
     by_name = any(has_literal_number(p) or has_inner_number(p) for p in _patterns(spec))
-    return _Checked(spec, _compile(spec, origin), by_name)
+    return _ParsedFamily(spec, _compile(spec, origin), by_name)
 
 
 @lru_cache(maxsize=512)
-def _checked_before(text: str, origin: str) -> _Checked:
-    """Of a built-in file and what it takes from others, in JSON: what a program opens is of few families."""
+def _checked_before(text: str, origin: str) -> _ParsedFamily:
+    """Parse a built-in file with what it inherits, in JSON; cached, since a program opens few families."""
     return _checked(json.loads(text), origin)
 
 
@@ -571,12 +571,14 @@ def _add_bare(spec: FamilySpec) -> None:
     spec.hf_namings = [*spec.hf_namings, _BARE]
 
 
-def _vocabulary(spec: FamilySpec, origin: str) -> Vocabulary:
-    """What the words of its expressions are."""
+def _vocabulary(spec: FamilySpec, origin: str) -> SizeVocabulary:
+    """The words of its expressions."""
     sizes = {name: size_spec(said) for name, said in spec.sizes.items()}
     said = spec.tensors or TensorsSpec()
     inside = spec.inside is not None
-    return Vocabulary(spec.family, origin, sizes, said.names, said.defaults, said.count, said.mtp, spec.tied, inside)
+    return SizeVocabulary(
+        spec.family, origin, sizes, said.names, said.defaults, said.count, said.mtp, spec.tied, inside
+    )
 
 
 def _patterns(spec: FamilySpec) -> Iterator[str]:

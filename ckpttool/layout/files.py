@@ -32,12 +32,12 @@ HEAD = ("family", "about", "model_types", "architectures")
 _LONGEST = 4096
 """Bytes in which these lines are."""
 _KINDS = ("*.yaml", "transformers/*.yaml")
-"""Of files: written by hand, and generated."""
+"""Patterns of family files: written by hand, and generated."""
 _CHOSEN_BY = ("architectures", "model_types")
 _SOURCES = frozenset({"from", "expr"})
 """Keys that say where a size comes from."""
 _OWN = ("family", "about", "model_types", "architectures", "extends", "base")
-"""What a file that is written on top of another one does not take from it."""
+"""Keys that a file does not inherit from the one that it extends."""
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -109,7 +109,7 @@ def _find(said: Mapping[str, list[str]]) -> str | None:
 
 
 def read_builtin(name: str) -> dict[str, Any]:
-    """What stands in the file of a built-in family, as it is. Raises UnsupportedError for an unknown name."""
+    """The content of a built-in family's file, as it is. Raises UnsupportedError for an unknown name."""
     if name not in builtin():
         import difflib
 
@@ -128,7 +128,7 @@ def _as_json(name: str) -> str:
 
 
 def read_own(path: Path) -> Any:
-    """What stands in a user's file. Raises UsageError (it cannot be read) and LayoutError (no valid YAML)."""
+    """The content of a user's file. Raises UsageError (it cannot be read) and LayoutError (no valid YAML)."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)  # noqa: S506 - a safe loader
     except OSError as e:
@@ -154,12 +154,12 @@ def completed(data: Any, config: Mapping[str, Any], origin: str) -> Any:
 
 
 def _of_other(key: str, said: Any, allowed: Mapping[str, type], origin: str) -> dict[str, Any]:
-    """What a file says of the family that it is written on top of, with the types that its keys must have."""
+    """The keys of a file about the family that it extends, checked for their types."""
     wrong = not isinstance(said, dict) or [
         k for k, v in said.items() if k not in allowed or not isinstance(v, allowed[k]) or not _of_texts(v)
     ]
     if wrong:
-        what = f"`{wrong[0]}` is not right there" if isinstance(wrong, list) else "this is no map"
+        what = f"`{wrong[0]}` is not right there" if isinstance(wrong, list) else "this is not a map"
         raise LayoutError(
             f"the family file is not valid at `{key}`: {what}", where=origin, hint=f"it has {', '.join(allowed)}"
         )
@@ -238,7 +238,7 @@ def _around(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dic
     namings, own = around["namings"], data.get("namings", {})
     if not isinstance(own, dict) or not all(isinstance(ops, list) for ops in own.values()):
         raise LayoutError(
-            "the family file is not valid at `namings`: this is no map of lists",
+            "the family file is not valid at `namings`: this is not a map of lists",
             where=origin,
             hint="a naming is a list of statements",
         )
@@ -261,7 +261,7 @@ _CAPTURE = re.compile(r"\{\w+\}")
 
 
 def _longer(names: Mapping[str, str]) -> Callable[[str], str]:
-    """What a pattern of the language model is in the model around it."""
+    """A function from a language model's patterns to those of the model around it."""
 
     def longer(pattern: str) -> str:
         for there, here in names.items():

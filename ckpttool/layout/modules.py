@@ -1,4 +1,4 @@
-"""What a model in memory has in one tensor where its files have several: experts, as transformers 5 stacks them.
+"""Tensors of a model in memory that its files hold as several: experts, as transformers 5 stacks them.
 
 An optimizer numbers and shapes its state by the tensors in memory. A family says how these come from those in files:
 a naming in ``hf_namings``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ckpttool.formats.base import ModelForm, Share
+from ckpttool.formats.base import ModelForm, TensorShare
 from ckpttool.layout.family import Family
 from ckpttool.layout.names import expand, pattern_regex
 from ckpttool.layout.statements import Fuse, Rename, Stack, Transform
@@ -19,14 +19,14 @@ Shape = tuple[int, ...]
 
 class _Made(NamedTuple):
     shape: Shape
-    shares: tuple[Share, ...]
+    shares: tuple[TensorShare, ...]
 
 
 def model_forms(family: Family, shapes: Mapping[str, Shape]) -> list[ModelForm]:
     """The model with tensors of these names and shapes: as it is, then as each of ``hf_namings`` holds it in memory."""
     forms = [ModelForm(tuple(family.parameter_order([*shapes])), dict(shapes))]
     for naming in family.spec.hf_namings:
-        made = {n: _Made(s, (Share(n, (0,) * len(s), s, tuple(range(len(s)))),)) for n, s in shapes.items()}
+        made = {n: _Made(s, (TensorShare(n, (0,) * len(s), s, tuple(range(len(s)))),)) for n, s in shapes.items()}
         for op in family.statements(naming):
             made = _applied(made, op, family) or {}
         if made and made.keys() != shapes.keys():

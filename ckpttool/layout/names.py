@@ -51,7 +51,8 @@ def samples(pattern: str) -> list[str]:
 
 
 def captures(pattern: str) -> frozenset[str]:
-    """What a pattern keeps of a name. Raises UnsupportedError for one that matches more than it keeps (``*``)."""
+    """The groups that a pattern keeps of a name. Raises UnsupportedError for one that matches more than it keeps
+    (``*``)."""
     found = frozenset(m[1] or "*" for m in _TOKEN.finditer(pattern))
     if loose := next((word for word in found if word == "*" or "," in word), None):
         raise UnsupportedError(

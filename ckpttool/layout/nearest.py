@@ -1,4 +1,4 @@
-"""Which family is nearest to a model that none is for, judged by the names that its rules have.
+"""The nearest family of a model without one, judged by the names that its rules have.
 
 Names of a layer are compared without what stands in front of the layer's number, and other names by their ends: a model
 that is built like another one often has its names under another prefix. Alike names are a hint and no rule: the matrix
@@ -21,13 +21,13 @@ from ckpttool.layout.files import builtin
 from ckpttool.layout.names import pattern_regex, split_numbers
 
 
-class Kind(NamedTuple):
+class NameTemplate(NamedTuple):
     """Names that differ in their numbers only."""
 
     stack: str
-    """What stands in front of the layer's number, without its dot; "" for names without a layer."""
+    """The text in front of the layer's number, without its dot; "" for names without a layer."""
     rest: str
-    """What follows it, with ``0`` for every other number (experts)."""
+    """The text after it, with ``0`` for every other number (experts)."""
 
     @property
     def pattern(self) -> str:
@@ -39,17 +39,17 @@ class Kind(NamedTuple):
         return ".".join(words)
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> NameTemplate:
     """The kind of tensor that a name is of."""
     template, numbers = split_numbers(name)
     if not numbers:
-        return Kind("", name)
+        return NameTemplate("", name)
     stack, _, rest = template.partition("#")
-    return Kind(stack.removesuffix("."), rest.removeprefix(".").replace("#", "0"))
+    return NameTemplate(stack.removesuffix("."), rest.removeprefix(".").replace("#", "0"))
 
 
 @dataclass(frozen=True)
-class _Names:
+class _FamilyPatterns:
     """The patterns of a family with their rules."""
 
     family: str
@@ -57,7 +57,7 @@ class _Names:
     """(regular expression for what follows the layer's number, pattern, rule)."""
     outside: Sequence[tuple[re.Pattern[str], str, str]]
 
-    def rule(self, kind: Kind) -> tuple[str, str] | None:
+    def rule(self, kind: NameTemplate) -> tuple[str, str] | None:
         """Pattern and rule of a kind of tensor; None where it has no such name."""
         if kind.stack:
             return next(((p, rule) for regex, p, rule in self.in_layers if regex.match(kind.rest)), None)
@@ -76,7 +76,7 @@ def _families() -> tuple[Family, ...]:
 
 
 @lru_cache(maxsize=1)
-def _all_names() -> tuple[_Names, ...]:
+def _all_names() -> tuple[_FamilyPatterns, ...]:
     out = []
     for spec in (family.spec for family in _families()):
         stacks = [spec.layers.rules, *(s.rules for s in spec.stacks.values())]
@@ -85,7 +85,7 @@ def _all_names() -> tuple[_Names, ...]:
             (".".join(p.split(".")[-2:]), p, rule) for rules in (spec.first, spec.last) for p, rule in rules.items()
         ]
         outside = [(pattern_regex(end), p, rule) for end, p, rule in others if end[0] not in "*{"]
-        out.append(_Names(spec.family, layers, outside))
+        out.append(_FamilyPatterns(spec.family, layers, outside))
     return tuple(out)
 
 
@@ -119,19 +119,19 @@ class Nearest:
     """Kinds of tensors that it names."""
     kinds: int
     """Kinds of tensors that there are."""
-    rules: Mapping[Kind, tuple[str, str]] = field(default_factory=dict)
+    rules: Mapping[NameTemplate, tuple[str, str]] = field(default_factory=dict)
     """Pattern and rule of each kind that it names."""
-    others: Mapping[Kind, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Of the other kinds: the rule that most families with such a name have, and those families."""
+    others: Mapping[NameTemplate, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Templates that the family lacks: the rule that most families with such a name have, and those families."""
 
 
 def nearest(names: Iterable[str]) -> Nearest | None:
     """The family that is nearest by its names; None where none names half of what the layers of a stack hold."""
     kinds = list(dict.fromkeys(map(kind_of, names)))
     stacks = Counter(k.stack for k in kinds if k.stack)
-    best: tuple[tuple[int, ...], str, dict[Kind, tuple[str, str]]] | None = None
+    best: tuple[tuple[int, ...], str, dict[NameTemplate, tuple[str, str]]] | None = None
     like = _likes()
-    said: dict[Kind, dict[str, list[str]]] = {k: {} for k in kinds}
+    said: dict[NameTemplate, dict[str, list[str]]] = {k: {} for k in kinds}
     for family in _all_names():
         found = {k: rule for k in kinds if (rule := family.rule(k)) is not None}
         for kind, (_, text) in found.items():

@@ -36,9 +36,9 @@ from ckpttool.layout.rules import Rule
 INPUTS = "inputs"
 """One number for each input."""
 GLOBAL = "global"
-"""Of the uncut weight; every rank holds it."""
+"""One number for the uncut weight; every rank holds it."""
 
-Place = tuple[int, int] | str
+PlaceInPacked = tuple[int, int] | str
 """Elements of the weight for each stored one along both axes (0: all of them have one); or INPUTS, or GLOBAL."""
 
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
@@ -55,27 +55,27 @@ _FLOATS = ("", "fp8", "fbgemm_fp8", "mxfp4", "modelopt", "compressed-tensors", "
 """``quant_method`` of software whose integer tensors have the axes of their weight."""
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """A stored tensor of a packed weight."""
 
     weight: str
-    """What the weight would be called."""
+    """The weight's name if it were not packed."""
     codes: str
     """Name of the tensor with the integers."""
-    place: Place
+    place: PlaceInPacked
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a checkpoint packs its weights."""
+    """A checkpoint's way to pack its weights."""
 
     software: str
     why: str = ""
-    """Why these weights cannot be cut or joined; "" where they can."""
+    """Reason why these weights cannot be cut or joined; "" where they can."""
     in_out: bool = False
     """The tensors are [in, out]."""
-    places: tuple[tuple[str, Place], ...] = ()
-    """By the end of a name; that of the integers comes first."""
+    places: tuple[tuple[str, PlaceInPacked], ...] = ()
+    """Places by the end of a name; that of the integers comes first."""
     any_group: bool = False
     """Act-order: an input may be of any group."""
     beside: tuple[str, ...] = ()
@@ -85,15 +85,15 @@ class Packing:
     example: str = ""
     """One of the tensors, for messages."""
 
-    def part(self, name: str, names: Collection[str]) -> Part | None:
-        """What ``name`` is to a packed weight; None for any other tensor of the checkpoint."""
+    def part(self, name: str, names: Collection[str]) -> PackedTensor | None:
+        """The part of a packed weight that ``name`` is; None for any other tensor of the checkpoint."""
         for end, place in self.places:
             stem = name[: -len(end)]
             if name.endswith(end) and stem[-1:] in ("", ".", "_") and (codes := stem + self.places[0][0]) in names:
-                return Part(f"{stem}weight", codes, place)
+                return PackedTensor(f"{stem}weight", codes, place)
         return None
 
-    def parts(self, names: Collection[str]) -> dict[str, Part]:
+    def parts(self, names: Collection[str]) -> dict[str, PackedTensor]:
         """All tensors of packed weights."""
         return {n: part for n in names if (part := self.part(n, names)) is not None}
 
@@ -112,7 +112,7 @@ class Packing:
             hint="they can be copied as they are; for anything else take the model as it was before it was quantised",
         )
 
-    def rule(self, rule: Rule, name: str, part: Part) -> Rule:
+    def rule(self, rule: Rule, name: str, part: PackedTensor) -> Rule:
         """The rule of a stored tensor, from that of its weight. Raises UnsupportedError."""
         if rule.verb == "replicate":
             return rule
@@ -125,7 +125,7 @@ class Packing:
         whole = self.any_group and name != part.codes and part.place != INPUTS
         return _rule(rule, part.place, self.in_out, whole)
 
-    def blocks(self, part: Part, ndim: int) -> tuple[int, ...]:
+    def blocks(self, part: PackedTensor, ndim: int) -> tuple[int, ...]:
         """Elements of the weight for each stored one, along each axis; () where the tensor is no grid over it."""
         return () if isinstance(part.place, str) else (*[1] * (ndim - 2), *part.place)
 
@@ -136,11 +136,11 @@ class Packing:
             return codes
         return (*codes[:-2], codes[-2] * block[0], codes[-1] * block[1])
 
-    def whole(self, part: Part, codes: tuple[int, ...]) -> tuple[int, ...]:
+    def whole(self, part: PackedTensor, codes: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of what a tensor is a grid over, when that of the integers is known; else ()."""
         return () if isinstance(part.place, str) else self.weight_shape(codes)
 
-    def base(self, part: Part, name: str, shape: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, ...]:
+    def base(self, part: PackedTensor, name: str, shape: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the weight, seen from one of its tensors: [in] of those that have one number for each input.
 
         Raises LayoutError when the tensor does not fit the integers, whose shape is ``codes``.
@@ -164,7 +164,7 @@ class Packing:
 
 
 @lru_cache(maxsize=1024)
-def _rule(rule: Rule, place: Place, in_out: bool, whole: bool) -> Rule:  # noqa: FBT001 - cached by position
+def _rule(rule: Rule, place: PlaceInPacked, in_out: bool, whole: bool) -> Rule:  # noqa: FBT001 - cached by position
     """``whole``: where the inputs are cut, every rank needs all of it."""
     by_rows = rule.verb == "row"
     if place == INPUTS and by_rows:
@@ -175,7 +175,7 @@ def _rule(rule: Rule, place: Place, in_out: bool, whole: bool) -> Rule:  # noqa:
 
 
 def find_packing(quant: Mapping[str, Any], dtypes: Mapping[str, str]) -> Packing | None:
-    """How the tensors (name -> dtype) are packed, or None for a checkpoint without packed integers.
+    """The packing of the tensors (name -> dtype), or None for a checkpoint without packed integers.
 
     ``quant`` is what the config says of quantisation.
     """
@@ -214,7 +214,7 @@ def _gptq(quant: Mapping[str, Any]) -> Packing:
     if not isinstance(group, int) or not _is_group(group):
         return Packing("GPTQ", f"`group_size` {group} of quantization_config is not known")
     word, side = 32 // bits, max(group, 0)
-    places: tuple[tuple[str, Place], ...]
+    places: tuple[tuple[str, PlaceInPacked], ...]
     places = (("qweight", (word, 1)), ("qzeros", (side, word)), ("scales", (side, 1)), ("g_idx", INPUTS))
     return Packing("GPTQ", in_out=True, places=places, any_group=bool(quant.get("desc_act")))
 

@@ -22,18 +22,18 @@ from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, 
 from ckpttool.layout.statements import Transform
 
 
-class Whole(Protocol):
-    """What is partitioned: a logical tensor, or a view of one."""
+class WholeTensor(Protocol):
+    """A tensor to partition: a logical tensor, or a view of one."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
-class _Placed(NamedTuple):
+class _CutTensor(NamedTuple):
     """A tensor and how it is cut."""
 
-    tensor: Whole
+    tensor: WholeTensor
     place: Placement
     base: tuple[int, ...]
     """Shape of the weight that it is a grid over; its own where it is none."""
@@ -43,11 +43,11 @@ class _Placed(NamedTuple):
 
 @dataclass(slots=True)
 class _Placements:
-    """How all tensors are cut."""
+    """The placements of all tensors."""
 
-    tensors: list[_Placed] = field(default_factory=list)
+    tensors: list[_CutTensor] = field(default_factory=list)
     published: dict[str, Placement | None] = field(default_factory=dict)
-    """What the family's rules say of each name, --replicate and the like aside."""
+    """The placement of each name by the family's rules, without --replicate and the like."""
     packed: Collection[str] = ()
     """Names of the parts of packed weights."""
     scaled: dict[tuple[int, tuple[int, ...]], Rule] = field(default_factory=dict)
@@ -63,17 +63,17 @@ class Partitioner:
     cutting: PartitionContext
     config: Mapping[str, Any]
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What tensors are stored as, by name, where that is not their own dtype."""
+    """Stored dtypes by name, where they are not the tensors' own."""
     local_layers: bool = False
     tied: bool = False
     """The last stage needs the input embedding too, as its output head."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What a tensor is called in the output (--rename) where that is not its name; rules go by the name."""
+    """Names in the output (--rename) where they differ; rules go by the name."""
     flag: str = "out"
-    """Which flags a hint names: --tp-out, or --tp."""
+    """Flags that a hint names: --tp-out, or --tp."""
     _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Whole], ranks: Iterable[int] | None = None) -> list[RankTensors]:
+    def run(self, tensors: Sequence[WholeTensor], ranks: Iterable[int] | None = None) -> list[RankTensors]:
         """Per rank what it stores, in the order of ``tensors``; other ranks than ``ranks`` stay empty.
 
         Raises LayoutError when a tensor has no rule or cannot be cut, with the sizes that would work.
@@ -118,15 +118,15 @@ class Partitioner:
                 key = (id(place.rule), base, blocks, bias, at.tp, at.ep, at.etp)
                 known = self._locals.get(key)
                 if known is None:
-                    known = self._locals[key] = self._cut(_Placed(t, place, base, blocks), at, found)
+                    known = self._locals[key] = self._cut(_CutTensor(t, place, base, blocks), at, found)
                 local, pads = known
                 out[at.rank].append(
                     RankTensor(name, dtype, local.shape, logical, t.shape, local.boxes, pads, expert=mine)
                 )
         return out
 
-    def _place(self, tensors: Sequence[Whole]) -> _Placements:
-        """What the rules say of each tensor. Raises LayoutError when they say nothing of one."""
+    def _place(self, tensors: Sequence[WholeTensor]) -> _Placements:
+        """The placement of each tensor by the rules. Raises LayoutError where there is none."""
         shapes = {t.name: t.shape for t in tensors}
         packing = find_packing(quantization(self.config), {t.name: t.dtype for t in tensors})
         packed = packing.parts(shapes) if packing is not None else {}
@@ -164,12 +164,12 @@ class Partitioner:
             if place is None:
                 missing.append(t.name)
             else:
-                out.tensors.append(_Placed(t, place, base, blocks))
+                out.tensors.append(_CutTensor(t, place, base, blocks))
         if missing:
             raise no_rule(missing, self.family, self.config)
         return out
 
-    def _owners(self, placed: Sequence[_Placed]) -> dict[int, int]:
+    def _owners(self, placed: Sequence[_CutTensor]) -> dict[int, int]:
         """The expert-parallel rank that holds each expert.
 
         Raises LayoutError when they cannot be shared out, ConflictError for an expert that config.json does not count.
@@ -202,8 +202,8 @@ class Partitioner:
             )
         return {e: r for r in range(mesh.ep) for e in range(*share(experts, mesh.ep, r))}
 
-    def _cut(self, placed: _Placed, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
-        """What one rank holds of a tensor, and which boxes of that are padding. Raises LayoutError."""
+    def _cut(self, placed: _CutTensor, at: Coords, among: _Placements) -> tuple[RankShare, tuple[Box, ...]]:
+        """One rank's share of a tensor, and its boxes of padding. Raises LayoutError."""
         t, place, base, blocks = placed
         try:
             local = local_boxes(place.rule, base, self.cutting, at, bias=is_bias(t.name), blocks=blocks)
@@ -251,7 +251,7 @@ class Partitioner:
                     side = gcd(side, e.inside)
         return side
 
-    def _works(self, placed: Sequence[_Placed], *, expert: bool) -> str:
+    def _works(self, placed: Sequence[_CutTensor], *, expert: bool) -> str:
         """The hint: sizes with which every tensor can be cut."""
         distinct = {
             (id(p.rule), base, blocks, is_bias(t.name)): (p.rule, base, blocks, is_bias(t.name))
@@ -279,5 +279,5 @@ def _is_vocab(*places: Placement | None) -> bool:
 
 
 def _first(numbers: Iterable[int]) -> list[str]:
-    """As many as a hint shows."""
+    """The first numbers, as many as a hint shows."""
     return list(map(str, islice(numbers, 16)))

@@ -39,7 +39,7 @@ from ckpttool.errors import LayoutError
 VERBS = ("replicate", "column", "row", "vocab", "fused")
 
 
-class Size(NamedTuple):
+class CutSize(NamedTuple):
     """A number of the model that a cut must respect."""
 
     value: int
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     """More ranks than this: several hold the same one (key/value heads)."""
 
 
-Sizes = Mapping[str, Size]
+Sizes = Mapping[str, CutSize]
 
 
 EXPERTS = "experts"
@@ -57,7 +57,7 @@ WHOLE = "whole"
 
 
 def in_layer(size: str, layer: int) -> str:
-    """What a size is called in one layer that has another value in each."""
+    """The name of a size in one layer, for a size that differs by layer."""
     return f"{size}[{layer}]"
 
 
@@ -82,7 +82,7 @@ class PartSpec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``parse_rule`` reads it."""
+        """The rule's text, as ``parse_rule`` reads it."""
         if not self.length and not self.units:
             return self.name
         apart = "" if self.units == self.length else f"/{self.units}"
@@ -113,7 +113,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """For an error's ``where``."""
+        """The rule's place, for an error's ``where``."""
         return f"{self.origin}: `{self.text}`" if self.origin else f"rule `{self.text}`"
 
 
@@ -136,7 +136,7 @@ def parse_rule(text: str, *, origin: str = "", in_out: bool = False, expert: boo
         elif w.startswith("groups="):
             groups = w[7:]
             if not groups.strip("0"):
-                raise LayoutError(f"`{w}` is no number of groups", where=origin, hint="groups=kv_heads")
+                raise LayoutError(f"`{w}` is not a number of groups", where=origin, hint="groups=kv_heads")
         elif w in ("in_out", "out_in"):
             in_out = w == "in_out"
         elif w == "rows":
@@ -190,7 +190,7 @@ class Segment(NamedTuple):
 
 
 class AxisShare(NamedTuple):
-    """What one rank holds of one axis."""
+    """One rank's share of one axis."""
 
     size: int
     """Length of the stored axis, padding included."""
@@ -198,10 +198,10 @@ class AxisShare(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank holds of one tensor."""
+    """One rank's share of one tensor."""
 
     shape: tuple[int, ...]
-    """Of the stored tensor, padding included."""
+    """Shape of the stored tensor, padding included."""
     boxes: tuple[tuple[Box, Box], ...]
     """(box in the stored tensor, box in the logical tensor)."""
 
@@ -245,12 +245,12 @@ def cut_axis(rule: Rule, ndim: int, *, bias: bool) -> int | None:
     return ndim - 1 if output == rule.in_out else ndim - 2
 
 
-def unit_count(units: str, sizes: Sizes, rule: Rule) -> Size | None:
+def unit_count(units: str, sizes: Sizes, rule: Rule) -> CutSize | None:
     """The size behind a units word. Raises LayoutError when the model's config does not give it."""
     if not units:
         return None
     if units.isdigit():
-        return Size(int(units))
+        return CutSize(int(units))
     if units not in sizes:
         if units in varying(sizes):
             raise LayoutError(
@@ -281,19 +281,19 @@ def rule_in_layer(rule: Rule, layer: int, varies: Collection[str]) -> Rule:
     return replace(rule, units=word(rule.units), parts=parts, groups=word(rule.groups), rows=word(rule.rows))
 
 
-def _guard(rule: Rule, cutting: PartitionContext) -> Size | None:
+def _guard(rule: Rule, cutting: PartitionContext) -> CutSize | None:
     """The size that a plain cut must respect, or None when nothing is known that it could tear."""
     return _granularity(rule.units, rule, cutting)
 
 
-def _granularity(units: str, rule: Rule, cutting: PartitionContext) -> Size | None:
+def _granularity(units: str, rule: Rule, cutting: PartitionContext) -> CutSize | None:
     """The size that cuts fall between, or None when nothing is known that they could tear."""
     if size_name(units) in cutting.optional and units not in cutting.sizes:
         return None
     return unit_count(units, cutting.sizes, rule)
 
 
-def _even(n: int, units: Size | None, ways: int, index: int, word: str) -> AxisShare:
+def _even(n: int, units: CutSize | None, ways: int, index: int, word: str) -> AxisShare:
     """Equal shares of an axis of what ``word`` names. Raises IndivisibleError with the divisors that would work."""
     count = units.value if units else n
     if n % max(count, 1):
@@ -331,7 +331,7 @@ def _divisors(n: int, *, shared: bool = False) -> tuple[int, ...]:
 
 
 def _weights(rule: Rule, sizes: Sizes) -> list[int]:
-    """How long the parts of a fused axis are, in a unit that they share."""
+    """Sizes of the parts of a fused axis, in a common unit."""
     found = [unit_count(part.length, sizes, rule) for part in rule.parts]
     return [size.value if size else 1 for size in found]
 
@@ -346,7 +346,7 @@ def part_lengths(rule: Rule, n: int, sizes: Sizes) -> list[int]:
 
 
 def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What one rank holds of a part of ``n`` elements."""
+    """One rank's share of a part of ``n`` elements."""
     if part.units == WHOLE:
         return whole_axis(n)
     units = _granularity(part.units, rule, cutting)
@@ -354,14 +354,14 @@ def _part_share(part: PartSpec, rule: Rule, n: int, ways: int, index: int, cutti
 
 
 def _group_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What one rank holds of a fused axis that goes group by group."""
+    """One rank's share of a fused axis that goes group by group."""
     groups, lengths = _groups(rule, cutting), part_lengths(rule, n, cutting.sizes)
     word = size_name(rule.groups)
     for part, length in zip(rule.parts, lengths, strict=True):
         if length % groups:
             raise IndivisibleError(f"{length} elements of {part.name} do not divide into {groups} {word}", ())
     if ways <= groups:
-        return _even(n, Size(groups), ways, index, "groups of heads" if word.isdigit() else word)
+        return _even(n, CutSize(groups), ways, index, "groups of heads" if word.isdigit() else word)
     sharing = _sharing(ways, groups, word)
     segments, local, logical = [], 0, index // sharing * (n // groups)
     for part, length in zip(rule.parts, lengths, strict=True):
@@ -385,16 +385,16 @@ def _sharing(ways: int, groups: int, word: str) -> int:
     return ways // groups
 
 
-def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext) -> Size | None:
+def _of_group(part: PartSpec, rule: Rule, groups: int, cutting: PartitionContext) -> CutSize | None:
     """The units of a part in one group."""
     units = _granularity(part.units, rule, cutting)
     if units and units.value % groups:
         raise IndivisibleError(f"{units.value} {part.units} do not divide into {groups} {rule.groups}", ())
-    return units and Size(units.value // groups, units.shared)
+    return units and CutSize(units.value // groups, units.shared)
 
 
 def axis_share(rule: Rule, n: int, ways: int, index: int, cutting: PartitionContext) -> AxisShare:
-    """What rank ``index`` of ``ways`` holds of an axis of ``n`` elements. Raises IndivisibleError."""
+    """The share of rank ``index`` of ``ways`` of an axis of ``n`` elements. Raises IndivisibleError."""
     if rule.verb == "vocab":
         if not cutting.pad_vocab and n % ways:
             raise IndivisibleError(f"{n} rows are not a multiple of {ways}, and this format does not pad", _divisors(n))
@@ -448,7 +448,7 @@ def blocked(got: AxisShare, n: int, block: int) -> AxisShare:
 def _shares(
     rule: Rule, shape: tuple[int, ...], cutting: PartitionContext, at: Coords, *, bias: bool
 ) -> list[AxisShare]:
-    """What the rank at ``at`` stores of each axis. Raises IndivisibleError."""
+    """The share of each axis that the rank at ``at`` stores. Raises IndivisibleError."""
     mesh = cutting.mesh
     if rule.rows and shape:
         stacked = _with_experts(rule, shape, cutting)
@@ -510,7 +510,7 @@ def local_boxes(
     bias: bool = False,
     blocks: tuple[int, ...] = (),
 ) -> RankShare:
-    """What the rank at ``at`` stores of a logical tensor of ``shape``, and which boxes of it.
+    """The share and the boxes of a logical tensor of ``shape`` that the rank at ``at`` stores.
 
     With ``blocks`` the tensor is a weight's scale grid: ``shape`` is the weight's, blocks[i] its elements per scale
     along axis i (0: the whole axis has one), and the result is in scales. Raises IndivisibleError; which pipeline
@@ -564,7 +564,7 @@ def global_axis(rule: Rule, local: int, ways: int, cutting: PartitionContext) ->
     return local * _pieces(_guard(rule, cutting), ways)
 
 
-def _pieces(units: Size | None, ways: int) -> int:
+def _pieces(units: CutSize | None, ways: int) -> int:
     """How many different shares of an axis the ranks hold: fewer than there are ranks where units are copied."""
     return units.value if units and units.shared and ways > units.value else ways
 

@@ -67,7 +67,7 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
             where=family.origin or (),
             hint="add a `tensors:` section to the file given with --family",
         )
-    scope = _Scope(family, spec, config)
+    scope = _ShapeScope(family, spec, config)
     scope.given["mtp"] = scope.number(spec.mtp, ("mtp",)) if mtp else 0
     if scope.skips:
         raise LayoutError(
@@ -78,14 +78,14 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
     for condition, why in spec.refuse.items():
         if scope.holds(condition, ("refuse",)):
             raise scope.wrong(why, ("refuse",), condition, "give the checkpoint itself in place of its config.json")
-    out = _Tensors(scope, config_dtype(family.spec.places(config)))
+    out = _TensorList(scope, config_dtype(family.spec.places(config)))
     out.add(_entries(spec.first, ("first",), family))
     for name, stack in spec.stacks.items():
         rules = family.spec.stacks.get(name)
         prefix = stack.prefix or (rules.prefix if rules else "")
-        out.add_layers(_Layers(("stacks", name), stack.count, prefix, stack.tensors), family)
+        out.add_layers(_LayerLines(("stacks", name), stack.count, prefix, stack.tensors), family)
     prefix = spec.prefix or family.spec.layers.prefix
-    out.add_layers(_Layers((), spec.count, prefix, spec.layers), family)
+    out.add_layers(_LayerLines((), spec.count, prefix, spec.layers), family)
     behind = len(out.found)
     out.add(_entries(spec.last, ("last",), family))
     if "architectures" not in str(spec):  # else the family knows its classes itself
@@ -95,13 +95,13 @@ def declared_tensors(family: Family, config: Mapping[str, Any], *, mtp: bool = T
 
 
 UNKNOWN = "?"
-"""What stands for a line of which the config does not say enough, the same for every layer."""
+"""Stands for a line that the config does not determine, the same for every layer."""
 
 
 def layer_tensors(
     family: Family, config: Mapping[str, Any], stack: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[list[str], list[str]]]]:
-    """Which tensors each layer of a stack has: the lines of the section that hold for it, and the shape of each.
+    """The tensors of each layer of a stack: the lines of the section that hold for it, and the shape of each.
 
     ``stack`` "" is the main one. A line is ``UNKNOWN`` where the config lacks what it needs for every layer alike.
     Also returns for each line the fields of the config from which the conditions that differ from layer to layer, and
@@ -110,7 +110,7 @@ def layer_tensors(
     """
     spec = family.spec.tensors
     assert spec is not None  # noqa: S101 - asked before
-    scope = _Scope(family, spec, config)
+    scope = _ShapeScope(family, spec, config)
     with suppress(LayoutError):  # how many there are beyond the others
         scope.given["mtp"] = scope.number(spec.mtp, ("mtp",))
     count, lines = (spec.count, spec.layers) if not stack else (spec.stacks[stack].count, spec.stacks[stack].tensors)
@@ -136,7 +136,7 @@ def layer_tensors(
     return out, read
 
 
-def _line(scope: _Scope, entry: _Entry) -> tuple[int | str, ...] | str | None:
+def _line(scope: _ShapeScope, entry: _ShapeLine) -> tuple[int | str, ...] | str | None:
     """The shape of a line in the layer that the scope is in; None where its conditions do not hold."""
     for text, path in entry.conditions:
         try:
@@ -195,7 +195,7 @@ def check_sizes(family: Family, config: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ShapeLine:
     """One line of the section."""
 
     path: tuple[str, ...]
@@ -208,7 +208,7 @@ class _Entry:
     counted: str
     """The word of ``_COUNTED`` that its names have, or ""."""
     names: tuple[tuple[str, str], ...]
-    """For each choice among the pattern's alternatives, what stands before and after the number."""
+    """Prefix and suffix of the number, for each choice among the pattern's alternatives."""
 
 
 def _wrong(family: Family, path: Sequence[str], why: str, *, hint: str | None = None) -> LayoutError:
@@ -216,25 +216,25 @@ def _wrong(family: Family, path: Sequence[str], why: str, *, hint: str | None = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Layers:
+class _LayerLines:
     """The lines of a stack of layers."""
 
     path: tuple[str, ...]
     """The keys that lead to it, for messages."""
     count: int | str
     prefix: str
-    """What stands before the names of a layer's tensors, with {layer}."""
+    """Prefix of the names of a layer's tensors, with {layer}."""
     lines: Mapping[Any, Any]
 
 
-def _entries(tree: Mapping[Any, Any], path: tuple[str, ...], family: Family) -> list[_Entry]:
+def _entries(tree: Mapping[Any, Any], path: tuple[str, ...], family: Family) -> list[_ShapeLine]:
     """The lines of one part of the section, each with the conditions that it stands under."""
     return list(_walk(tree, path, (), family))
 
 
 def _walk(
     tree: Mapping[Any, Any], path: tuple[str, ...], conditions: tuple[tuple[str, tuple[str, ...]], ...], family: Family
-) -> Iterator[_Entry]:
+) -> Iterator[_ShapeLine]:
     for key, value in tree.items():
         here = (*path, str(key))
         if str(key).startswith("if "):
@@ -259,7 +259,7 @@ def _walk(
                 hint="[hidden_size] or {shape: [experts], dtype: F32}",
             )
         counted, names = _names(str(key), here, family)
-        yield _Entry(here, conditions, tuple(shape), dtype, counted, names)
+        yield _ShapeLine(here, conditions, tuple(shape), dtype, counted, names)
 
 
 def _names(pattern: str, path: Sequence[str], family: Family) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -283,7 +283,7 @@ def _names(pattern: str, path: Sequence[str], family: Family) -> tuple[str, tupl
     return counted, tuple((head, tail) for head, _, tail in split)
 
 
-def _check_prefix(layers: _Layers, family: Family) -> None:
+def _check_prefix(layers: _LayerLines, family: Family) -> None:
     """Raises LayoutError for a prefix that gives a layer no name, or several."""
     if layers.lines and _CAPTURE.findall(layers.prefix) != ["layer"]:
         raise _wrong(
@@ -314,15 +314,15 @@ def config_dtype(places: Sequence[Mapping[str, Any]]) -> str:
     return "BF16"
 
 
-class _Tensors:
+class _TensorList:
     """The list in the making."""
 
-    def __init__(self, scope: _Scope, dtype: str) -> None:
+    def __init__(self, scope: _ShapeScope, dtype: str) -> None:
         self.found: list[Declared] = []
         self._scope = scope
         self._dtype = dtype
 
-    def add(self, entries: Sequence[_Entry], prefix: str = "") -> None:
+    def add(self, entries: Sequence[_ShapeLine], prefix: str = "") -> None:
         """The tensors of these lines, as far as their conditions hold. Neighbours with {expert} go expert by expert."""
         scope = self._scope
         there = [e for e in entries if all(scope.holds(text, path) for text, path in e.conditions)]
@@ -339,7 +339,7 @@ class _Tensors:
                     for head, tail in entry.names
                 ]
 
-    def add_layers(self, layers: _Layers, family: Family) -> None:
+    def add_layers(self, layers: _LayerLines, family: Family) -> None:
         """The tensors of a stack, layer by layer."""
         scope = self._scope
         count = scope.number(layers.count, (*layers.path, "count"))
@@ -362,8 +362,8 @@ class _Tensors:
             seen.add(name)
 
 
-class _Scope(Scope):
-    """What the words of a section mean; what is wrong is said with the line that it stands in."""
+class _ShapeScope(Scope):
+    """The meaning of a section's words; errors name the line."""
 
     def __init__(self, family: Family, spec: TensorsSpec, config: Mapping[str, Any]) -> None:
         super().__init__(family.vocabulary, family.spec.places(config), family.sizes)
@@ -377,7 +377,7 @@ class _Scope(Scope):
         return LayoutError(why, where=at, hint=hint)
 
     def value(self, text: str, path: Sequence[str]) -> Value:
-        """What an expression comes to. Raises LayoutError naming file, tensor and expression."""
+        """The value of an expression. Raises LayoutError naming file, tensor and expression."""
         try:
             return self.work_out(text)
         except Refused as e:
@@ -393,7 +393,7 @@ class _Scope(Scope):
             raise self.wrong(f"this comes to {got!r}, which is not a count", path, str(text))
         return got
 
-    def shape(self, entry: _Entry) -> tuple[int, ...]:
+    def shape(self, entry: _ShapeLine) -> tuple[int, ...]:
         out = []
         for text in entry.shape:
             got = text if isinstance(text, int) else self.value(text, entry.path)

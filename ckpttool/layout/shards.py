@@ -110,7 +110,7 @@ def _inside(piece: Piece, blocks: Blocks) -> list[Piece]:
     return out
 
 
-class _Cut(NamedTuple):
+class _RunBoxes(NamedTuple):
     """The boxes of runs of a row-major tensor, and what of the runs is padding."""
 
     blocks: tuple[tuple[int, int, Box], ...]
@@ -122,17 +122,17 @@ class _Cut(NamedTuple):
     reached: int
     """Elements from the first one on that the runs hold."""
     wrong: int
-    """Where the first run begins that does not follow the one before it; -1 where all do."""
+    """Start of the first run that does not follow the one before it; -1 where all do."""
 
 
 @lru_cache(maxsize=1024)
-def _cut(shape: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> _Cut:
+def _cut(shape: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> _RunBoxes:
     """Cached: there are few shapes. ``spans`` are start and length of each run."""
     size, at = prod(shape), 0
     blocks, pads = [], []
     for i, (start, length) in sorted(enumerate(spans), key=lambda span: span[1][0]):
         if min(start, size) != at:
-            return _Cut((), (), (), at, start)
+            return _RunBoxes((), (), (), at, start)
         stop = min(size, start + length)
         for box in from_flat(min(start, size), stop, shape):
             blocks.append((i, at - start, box))
@@ -140,12 +140,12 @@ def _cut(shape: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> _Cut:
         if start + length > stop:
             pads.append((i, Box((max(0, stop - start),), (length,))))
     boxes = tuple([(whole(box.shape), box) for _, _, box in blocks])
-    return _Cut(tuple(blocks), boxes, tuple(pads), at, -1)
+    return _RunBoxes(tuple(blocks), boxes, tuple(pads), at, -1)
 
 
 def _checked(
     catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard], spans: tuple[tuple[int, int], ...]
-) -> _Cut:
+) -> _RunBoxes:
     """How shards hold a rank's tensor. Raises IncompleteError and ConflictError where they do not hold it once."""
     cut, size = _cut(stored.shape, spans), prod(stored.shape)
     if cut.wrong >= 0:
@@ -173,7 +173,7 @@ def _differ(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard])
 
 
 def _blocks(catalog: Catalog, stored: StoredTensor, shards: Sequence[FlatShard]) -> tuple[Blocks, list[Pad]]:
-    """What the shards of one rank's tensor hold, in order, and their padding."""
+    """The blocks that the shards of one rank's tensor hold, in order, and their padding."""
     if any(s.stored.dtype != stored.dtype for s in shards):
         _differ(catalog, stored, shards)
     cut = _checked(catalog, stored, shards, tuple([(s.start, prod(s.stored.shape)) for s in shards]))

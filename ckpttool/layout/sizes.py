@@ -1,4 +1,4 @@
-"""What the words of a family file's expressions mean for one config.json, and the sizes that come of them.
+"""The values of the words of a family file's expressions for one config.json, and the sizes that come of them.
 
 A word is the first of these that there is: ``layer``, a name of the section ``tensors``, a size of the family, a field
 of config.json (or of its ``text_config``; ``a.b`` is field b of its part a), its default. What ``per_layer_config``
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ckpttool.errors import LayoutError
 from ckpttool.formats.config import TIED, values_at
 from ckpttool.layout.expressions import Expressions, Refused, Value, checked, words
-from ckpttool.layout.rules import Size, Sizes, in_layer, varying
+from ckpttool.layout.rules import CutSize, Sizes, in_layer, varying
 
 HINT = "correct it in config.json, as the authors of the model publish it"
 
@@ -29,7 +29,7 @@ _MOST_LAYERS = 10_000
 
 
 class SizeSpec(BaseModel):
-    """Where a size comes from: the first config field that is there, else the default; or an expression."""
+    """The source of a size: the first config field that is there, else the default; or an expression."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,7 +60,7 @@ class SizeSpec(BaseModel):
 
 
 class DefaultSpec(BaseModel):
-    """What a config field means that is not there, where that is something else than null."""
+    """The default of a config field, where that is not null."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,8 +80,8 @@ def size_spec(short: SizeSpec | str | list[str]) -> SizeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a family file says of the words of its expressions."""
+class SizeVocabulary:
+    """The words of a family file's expressions."""
 
     family: str
     origin: str
@@ -91,7 +91,7 @@ class Vocabulary:
     names: Mapping[str, str] = field(default_factory=dict)
     """Expressions that are used more than once."""
     defaults: Mapping[str, Default] = field(default_factory=dict)
-    """What fields mean that are not there. A text is an expression."""
+    """Defaults of fields. A text is an expression."""
     count: int | str = "layers"
     """How many layers are numbered."""
     mtp: int | str = 0
@@ -103,10 +103,10 @@ class Vocabulary:
 
 
 class Scope(Expressions):
-    """What words mean for one config, and in one layer."""
+    """The values of words for one config, and in one layer."""
 
     def __init__(
-        self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
+        self, vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]], sizes: Sizes, reading: str = ""
     ) -> None:
         """``places``: where fields are looked up, as ``FamilySpec.places`` has them; ``sizes``: what is known.
 
@@ -182,14 +182,14 @@ class Scope(Expressions):
             lacks=True,
         )
 
-    def size(self, name: str) -> Size | None:
+    def size(self, name: str) -> CutSize | None:
         """A size of the family, in the layer that was entered if it has another value in each."""
         if (size := self.sizes.get(name)) is not None:
             return size
         return self.sizes.get(in_layer(name, self.layer(name))) if name in self._varying else None
 
     def values(self, path: str) -> list[Any]:
-        """What config.json says under a name or path in each place that has it, null included.
+        """The values in config.json under a name or path, in each place that has it, null included.
 
         Raises Refused outside of layers for what is something else in some of them.
         """
@@ -219,7 +219,7 @@ class Scope(Expressions):
         return _field(of, value)
 
     def _kind(self, name: str) -> type | None:
-        """What a field has to be, as its default is; None where that does not say it."""
+        """The type that a field must have, that of its default; None where there is none."""
         if name == TIED:
             return bool
         default = self.vocabulary.defaults.get(name)
@@ -250,25 +250,25 @@ def _exceptions(place: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     return {int(n): fields for n, fields in items if _LAYER.fullmatch(str(n)) and isinstance(fields, Mapping)}
 
 
-def read_sizes(vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, Size]:
+def read_sizes(vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]]) -> dict[str, CutSize]:
     """The sizes of a model; one that differs from layer to layer is there as ``heads[3]``.
 
     ``places`` are where fields are looked up, as ``FamilySpec.places`` has them. A size without field or default is
     left out, and an error only if a rule needs it. Raises LayoutError for sizes that are explained by each other.
     """
-    reader = _Reader(vocabulary, places)
+    reader = _SizeReader(vocabulary, places)
     reader.run()
     if reader.varies:  # the number of layers may be explained by sizes, too
-        reader = _Reader(vocabulary, places, _layers(Scope(vocabulary, places, reader.sizes)))
+        reader = _SizeReader(vocabulary, places, _layers(Scope(vocabulary, places, reader.sizes)))
         reader.run()
     return reader.sizes
 
 
-class _Reader:
+class _SizeReader:
     """Reads sizes, each after those that explain it."""
 
-    def __init__(self, vocabulary: Vocabulary, places: Sequence[Mapping[str, Any]], layers: int = 0) -> None:
-        self.sizes: dict[str, Size] = {}
+    def __init__(self, vocabulary: SizeVocabulary, places: Sequence[Mapping[str, Any]], layers: int = 0) -> None:
+        self.sizes: dict[str, CutSize] = {}
         self.varies = False
         """Some size differs from layer to layer."""
         self._vocabulary = vocabulary
@@ -276,7 +276,7 @@ class _Reader:
         self._layers = layers
         self._read: set[str] = set()
         self._open: list[str] = []
-        """Those that are being read, outermost first."""
+        """Names that are being read, outermost first."""
 
     def run(self) -> None:
         for name in self._vocabulary.specs:
@@ -306,7 +306,7 @@ class _Reader:
             _put(self.sizes, in_layer(name, layer), spec, scope)
 
 
-def _explaining(vocabulary: Vocabulary, name: str) -> list[str]:
+def _explaining(vocabulary: SizeVocabulary, name: str) -> list[str]:
     """The sizes that explain one. Its own name is that of a field there."""
     spec = vocabulary.specs[name]
     todo: list[object] = [spec.expr or spec.default]
@@ -342,13 +342,13 @@ def check_size(scope: Scope, name: str) -> None:
             raise
 
 
-def _put(out: dict[str, Size], name: str, spec: SizeSpec, scope: Scope) -> None:
+def _put(out: dict[str, CutSize], name: str, spec: SizeSpec, scope: Scope) -> None:
     try:
         value = _value(spec, scope)
     except Refused:
         return
     if value >= 1:
-        out[name] = Size(value, spec.shared)
+        out[name] = CutSize(value, spec.shared)
 
 
 def _value(spec: SizeSpec, scope: Scope) -> int:

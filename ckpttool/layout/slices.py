@@ -1,4 +1,4 @@
-"""What each layer of a model is, by its config.json, and which fields say so by number: what a slice must keep.
+"""The kind of each layer of a model by its config.json, and the fields that number layers: a slice must keep both.
 
 A layer is the tensors that it has (``tensors:`` of the family file), what it keeps of the tokens that it has read
 (``cache:``), and what ``slices: kinds:`` says beside. When layers get other numbers, fields follow as ``slices:``
@@ -40,7 +40,7 @@ NUMBERS = frozenset({
 
 
 def stacks_of(family: Family, config: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, str | None]:
-    """Of which stack of the family layers are whose names begin with each prefix; "" is the main one, None another one.
+    """The stack of the family for each prefix of layers' names; "" is the main one, None another one.
 
     A prefix may be longer or shorter than the family's, where no other one is it: a base model, a model around it.
     """
@@ -51,7 +51,7 @@ def stacks_of(family: Family, config: Mapping[str, Any], prefixes: Sequence[str]
         for name, s in spec.tensors.stacks.items():
             starts.setdefault(name, []).append(s.prefix)
     names = {stack: {s for p in ps for s in samples(p.partition("{layer}")[0]) if s} for stack, ps in starts.items()}
-    held = [s for s in names if Described.of(family, config, s).count != 0]
+    held = [s for s in names if LayerStack.of(family, config, s).count != 0]
     out: dict[str, str | None] = dict.fromkeys(prefixes)
     for exact in (True, False):
         for prefix in prefixes:
@@ -68,7 +68,7 @@ def _alike(prefix: str, start: str, *, exact: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class Described:
+class LayerStack:
     """The layers of a stack, as a config describes them. What is asked of it may raise LayoutError, UnsupportedError
     and ConflictError for fields that cannot be."""
 
@@ -78,7 +78,7 @@ class Described:
     """"" is the main one."""
 
     @classmethod
-    def of(cls, family: Family, config: Mapping[str, Any], stack: str = "") -> Described:
+    def of(cls, family: Family, config: Mapping[str, Any], stack: str = "") -> LayerStack:
         """The same family, for this config."""
         return cls(replace(family, sizes=read_sizes(family.vocabulary, family.spec.places(config))), config, stack)
 
@@ -117,7 +117,7 @@ class Described:
         return frozenset(read)
 
     def layer(self, number: int) -> dict[str, Any]:
-        """What one layer is: values by what they are about; tensors as ``tensors: LINE``."""
+        """The description of one layer: values by what they are about; tensors as ``tensors: LINE``."""
         out: dict[str, Any] = {}
         if self._lines:
             if number >= len(self._lines):
@@ -132,7 +132,7 @@ class Described:
         return out | {name: self.value(text, number) for name, text in self.family.spec.slices.kinds.items()}
 
     def value(self, text: str, number: int) -> Any:
-        """What an expression comes to in a layer; None where the config lacks what it needs."""
+        """The value of an expression in a layer; None where the config lacks what it needs."""
         scope = self._kept
         scope.kinds = self.kinds if self._cache is not None else []
         scope.enter(number)
@@ -145,7 +145,7 @@ class Described:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """What each layer keeps, in transformers' words."""
+        """The kind of cache of each layer, in transformers' words."""
         return kinds_in(self._kept, self._cache) if self._cache is not None else []
 
     def tests(self, fields: Sequence[str]) -> list[str]:
@@ -165,7 +165,7 @@ class Described:
         return out
 
     def test(self, text: str, number: int) -> Any:
-        """What one of ``tests`` comes to; "?" where it has no value."""
+        """The value of one of ``tests``; "?" where it has no value."""
         try:
             if text == "kind":
                 return self.kinds[number]
@@ -177,7 +177,7 @@ class Described:
         except (Refused, LayoutError, IndexError):
             return "?"
 
-    def changes(self, other: Described, place: int, number: int) -> list[str]:
+    def changes(self, other: LayerStack, place: int, number: int) -> list[str]:
         """In what the layer at ``place`` of another config differs from the layer of this number here.
 
         Tensors that only the first layer has stay with the first (T5's relative positions).
@@ -228,7 +228,7 @@ class Described:
 
     @cached_property
     def _first_only(self) -> tuple[frozenset[str], dict[str, Any]]:
-        """What the first layer has beside what all have, where there is such."""
+        """The tensors that only the first layer has, and their description."""
         first, *others = [{f"tensors: {k}": v for k, v in line.items()} for line in self._lines] or [{}]
         if not others or any(o.keys() != others[0].keys() for o in others) or not others[0].keys() < first.keys():
             return frozenset(), {}
@@ -366,5 +366,5 @@ def _suspicious(name: str, value: object, count: int, *, tower: bool) -> bool:
 
 
 def stack_fields(family: Family, stack: str) -> StackFieldsSpec:
-    """What the family says of the fields of a stack that is not the main one."""
+    """The family's section on the fields of a stack that is not the main one."""
     return family.spec.slices.stacks.get(stack, StackFieldsSpec())

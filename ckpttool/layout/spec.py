@@ -1,4 +1,4 @@
-"""What may stand in a family file: its keys, and the types of their values. docs/layouts/ explains each."""
+"""The schema of a family file: its keys, and the types of their values. docs/layouts/ explains each."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ExtendsSpec(_Strict):
 
     family: str
     namings: list[str] = []
-    """Those of that family that hold here, too."""
+    """Namings of that family that also hold here."""
 
 
 class InsideSpec(_Strict):
@@ -118,25 +118,25 @@ class InsideSpec(_Strict):
     family: str = ""
     """"" is what that part names."""
     default: str = ""
-    """Where that part names none."""
+    """Default for a part that names none."""
     names: dict[str, str] = {}
     """Prefix of a name in that family: prefix here. The first that fits."""
     namings: list[str] = []
-    """Those of that family that hold here, too."""
+    """Namings of that family that also hold here."""
 
 
 class TensorStackSpec(_Strict):
-    """Which tensors the layers of another stack have."""
+    """The tensors of the layers of another stack."""
 
     count: int | str
     """How many layers are numbered."""
     prefix: str = ""
-    """Of a layer's tensors; that of the rules unless given."""
+    """Prefix of a layer's tensors; default: that of the rules."""
     tensors: dict[str, Any]
 
 
 class TensorsSpec(_Strict):
-    """Which tensors a model has; layout/shapes.py reads it, and checks what stands below first, layers and last."""
+    """The tensors of a model; layout/shapes.py reads it, and checks what stands below first, layers and last."""
 
     defaults: dict[str, Default] = {}
     """Config fields that may be missing: what they mean then. A text is an expression."""
@@ -149,7 +149,7 @@ class TensorsSpec(_Strict):
     count: int | str = "layers"
     """How many layers are numbered."""
     prefix: str = ""
-    """Of a layer's tensors, where the rules allow several."""
+    """Prefix of a layer's tensors, where the rules allow several."""
     first: dict[str, Any] = {}
     """Pattern: shape or {shape, dtype}; ``if CONDITION``: more of these."""
     layers: dict[str, Any] = {}
@@ -159,7 +159,7 @@ class TensorsSpec(_Strict):
 
 
 class CacheSpec(_Strict):
-    """What the layers of a model keep of the tokens that they have read; layout/cache.py reads it."""
+    """The state that a model's layers keep of the tokens they have read; layout/cache.py reads it."""
 
     defaults: dict[str, Default] = {}
     """Config fields that may be missing: what they mean then, before those of ``tensors``."""
@@ -187,24 +187,24 @@ class CacheSpec(_Strict):
             "if fp8": {"indexer_scales": ["1", "(index_head_dim + 127) // 128 * 4"]},
         },
     }
-    """What an attention keeps of a token: [how many are shared out over the ranks, sizes of each]. A rank has at least
-    one. ``if CONDITION``: more of these."""
+    """The values that an attention keeps of a token: [how many are shared out over the ranks, sizes of each]. A rank
+    has at least one. ``if CONDITION``: more of these."""
     state: dict[str, Any] = {}
     """The same of what layers keep of a sequence, however long it is: a list, or {shape, dtype}."""
 
 
 class StackFieldsSpec(_Strict):
-    """Which fields of config.json speak of the layers of another stack, and in which way."""
+    """Fields of config.json about the layers of another stack."""
 
     counts: list[str] = []
-    """Beside those that the section ``tensors`` counts with."""
+    """Fields that count layers, beside those in the section ``tensors``."""
     each: list[str] = []
     numbers: list[str] = []
     apart: list[str] = []
 
 
 class SlicesSpec(_Strict):
-    """Which fields of config.json speak of layers by number; layout/slices.py reads it, and has those of all families.
+    """Fields of config.json that number layers; layout/slices.py reads it, and has those of all families.
 
     A field may be a path: ``linear_attn_config.kda_layers``.
     """
@@ -216,7 +216,7 @@ class SlicesSpec(_Strict):
     from_one: list[str] = []
     """The same, and the first layer is 1."""
     apart: list[str] = []
-    """What looks like one of these, and speaks of no layers of this stack."""
+    """Fields that look like one of these but are not about layers of this stack."""
     kinds: dict[str, str] = {}
     """Name: expression. What tells layers apart beside their tensors and what they keep."""
     rules: list[dict[str, int | str]] = []
@@ -234,7 +234,7 @@ class FamilySpec(_Strict):
     architectures: list[str] = []
     orientation: str = "out_in"
     tied: bool = False
-    """What tie_word_embeddings means when the config does not have it."""
+    """Default of tie_word_embeddings."""
     sizes: dict[str, SizeSpec | str | Annotated[list[str], Field(min_length=1)]] = {}
     first: dict[str, str] = {}
     layers: LayersSpec
@@ -244,13 +244,13 @@ class FamilySpec(_Strict):
     extends: ExtendsSpec | None = None
     inside: InsideSpec | None = None
     base: str = ""
-    """What names begin with that checkpoints of the model without its head may have without it."""
+    """Prefix that checkpoints of the model without its head may omit."""
     ties: dict[str, str] = {}
     """name: owner, of which it is a copy with tie_word_embeddings."""
     shared: dict[str, str] = {}
     """The same, whatever the config says of the head."""
     no_pipeline: str = ""
-    """Why the layers of the model cannot be shared out over pipeline stages; "" where they can."""
+    """Reason why the model's layers cannot be distributed over pipeline stages; "" where they can."""
     fusions: dict[str, FusionSpec] = {}
     namings: dict[str, list[OpSpec]] = {}
     hf_namings: list[str] = []
@@ -265,6 +265,6 @@ class FamilySpec(_Strict):
     """Modules of a layer, and parameters that are none of one, in the order in which the model has them in memory."""
 
     def places(self, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Where the fields of a config are looked up, the first that has one counts."""
+        """The places of a config's fields, the first that has one counts."""
         inner = inner_config(self.inside.config, config) if self.inside else {}
         return [inner, config] if inner else config_places(config)

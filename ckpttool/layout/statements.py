@@ -82,7 +82,7 @@ class Squeeze:
 
 @dataclass(frozen=True, slots=True)
 class OverrideRules:
-    """From here on these tensors have rules of their own."""
+    """Gives these tensors rules of their own for the statements that follow."""
 
     pairs: tuple[tuple[str, Rule], ...]
 
@@ -109,7 +109,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class CreateTensors:
     """These tensors exist from here on only, and are left out on the way back."""
 
     patterns: tuple[str, ...]
@@ -159,7 +159,7 @@ Transform = (
     | Refuse
     | DropLayers
     | Drop
-    | Own
+    | CreateTensors
     | ReadAs
     | DropCopies
     | DropCopy
@@ -190,7 +190,7 @@ def inverse(ops: Sequence[Transform]) -> tuple[Transform, ...]:
             out.append(Rename(op.pairs))
         elif isinstance(op, Transpose):
             out.append(op)
-        elif isinstance(op, Own):
+        elif isinstance(op, CreateTensors):
             out.append(Drop(op.patterns))
         elif isinstance(op, Fuse | Stack | RotaryPairs | Squeeze | DropCopies | Tie):
             out.append(replace(op, inverse=not op.inverse))

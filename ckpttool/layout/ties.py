@@ -1,4 +1,4 @@
-"""Which tensors a class of transformers ties to each other, where the family and the ends of names do not say it.
+"""Tensors that a class of transformers ties to each other, where the family and the ends of names do not say it.
 
 ``ties.yaml`` is what transformers' own models tie (``python -m tests.peers.test_ties`` compares all of them): class ->
 copy -> owner, where ``*`` stands for the same number in both. Layers that repeat the blocks of earlier ones are
@@ -74,7 +74,7 @@ def _repeated(config: Mapping[str, Any], names: Collection[str], blocks: str, un
 
 
 def _flags(config: Mapping[str, Any]) -> Iterator[bool]:
-    """What a config and its parts say of ties."""
+    """The tie flags of a config and its parts."""
     if TIED in config:
         yield bool(config[TIED])
     for part in config.values():

@@ -21,7 +21,7 @@ from ckpttool.core.notes import is_kind
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import DropsInPlace, Remainder, build_files, file_now
-from ckpttool.formats.parts import Parts, parts_of
+from ckpttool.formats.parts import PipelineParts, parts_of
 from ckpttool.formats.registry import reader
 from ckpttool.planning.planner import build_plan
 from ckpttool.planning.relate import DerivedTensor, TensorTable, identity, parameters
@@ -129,7 +129,9 @@ def prepare(
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
 
 
-def _of_parts(source: Checkpoint, parts: Parts, selection: Selection, target: Target, *, link: bool) -> PreparedDrop:
+def _of_parts(
+    source: Checkpoint, parts: PipelineParts, selection: Selection, target: Target, *, link: bool
+) -> PreparedDrop:
     """Plan the parts that lose something, or all of them for another target; the others stay as they are."""
     other = target != Target()
     target = part_target(source, parts, target) if other else target

@@ -27,9 +27,8 @@ from ckpttool.layout import statements as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
 from ckpttool.layout.family import Family
 from ckpttool.layout.names import Renamer, expand, pattern_regex
-from ckpttool.layout.packed import GLOBAL, INPUTS, Packing, find_packing
-from ckpttool.layout.packed import Part as PackedPart
-from ckpttool.layout.rules import Rule, Size, cut_axis, unit_count
+from ckpttool.layout.packed import GLOBAL, INPUTS, PackedTensor, Packing, find_packing
+from ckpttool.layout.rules import CutSize, Rule, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.layout.statements import Transform, matches
 
@@ -383,7 +382,7 @@ def apply_transforms(
             views = _reshape(views, op)
         elif isinstance(op, transforms.Refuse):
             _refuse(views, op, family)
-        elif isinstance(op, transforms.OverrideRules | transforms.Own | transforms.ReadAs):
+        elif isinstance(op, transforms.OverrideRules | transforms.CreateTensors | transforms.ReadAs):
             pass  # says how the ranks hold them, or what else they are called, and changes nothing about what they are
         else:
             if packing is not None:
@@ -573,7 +572,7 @@ class _Axes:
     """The statements that led to the names of ``views``."""
     packing: Packing | None
 
-    def packed(self, name: str) -> PackedPart | None:
+    def packed(self, name: str) -> PackedTensor | None:
         """What the tensor is to a packed weight. Raises UnsupportedError for weights that cannot be joined."""
         if self.packing is None:
             return None
@@ -601,7 +600,7 @@ class _Axes:
         place = self.family.placement(name, self.before)
         return place.layer if place else None
 
-    def count(self, units: str, name: str, op: transforms.Fuse) -> Size | None:
+    def count(self, units: str, name: str, op: transforms.Fuse) -> CutSize | None:
         """A size that a fusion needs. Raises LayoutError when the model's config does not give it."""
         where = Rule("fused", text=f"fusion {op.name}")
         return unit_count(self.family.word(units, self.layer(name)), self.family.sizes, where)
@@ -703,7 +702,7 @@ def _check_lengths(
             )
 
 
-def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: PackedPart, name: str) -> DerivedTensor:
+def _one_for_all(views: TensorTable, parts: Sequence[DerivedTensor], packed: PackedTensor, name: str) -> DerivedTensor:
     """What the fused weight has once and each of its parts had: groups of the inputs, which must be equal, or the
     shape of the uncut weight, of which engines keep the last that they meet (and look at none)."""
     if packed.place == GLOBAL:

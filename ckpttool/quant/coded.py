@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are codes and scales, and of what weight: the recipes seen from the other side.
+"""Codes and scales of a checkpoint, and their weights: the recipes seen from the other side.
 
 What a name cannot say is taken from dtypes and shapes, what these cannot say from the config. The names are those of
 ``scheme.py``, and besides
@@ -37,9 +37,9 @@ class Coded(NamedTuple):
     """One quantised weight."""
 
     name: str
-    """In high precision."""
+    """Name in high precision."""
     shape: tuple[int, ...]
-    """In high precision."""
+    """Shape in high precision."""
     codes: str
     """Name of the stored tensor."""
     code: str
@@ -47,7 +47,7 @@ class Coded(NamedTuple):
     scale: str = ""
     """Name of the scales; "" where the codes are the values (FP8 that was cast)."""
     scale_dtype: str = ""
-    """As they are to be read: F8_E8M0 where bytes are exponents."""
+    """Dtype to read scales as: F8_E8M0 where bytes are exponents."""
     block: tuple[int, ...] = ()
     """Elements per scale along each axis of what is coded; [..., out, in] where ``turned``."""
     factor: str = ""
@@ -58,10 +58,10 @@ class Coded(NamedTuple):
 
 @dataclass(slots=True)
 class Codes:
-    """What a checkpoint has of quantised weights."""
+    """The quantised weights of a checkpoint."""
 
     weights: dict[str, Coded] = field(default_factory=dict)
-    """By the name in high precision."""
+    """Quantised weights by the name in high precision."""
     beside: list[str] = field(default_factory=list)
     """Scales of activations and caches, which mean nothing without the codes."""
 
@@ -132,7 +132,7 @@ def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, 
     if codes.endswith("_blocks"):
         if dtype != "U8" or shape[-1:] != (16,) or grid != shape[:-1]:
             raise ConflictError(
-                f"`{codes}` {list(shape)} and `{scale}` {list(grid)} are no MXFP4 blocks of 16 bytes", where=where
+                f"`{codes}` {list(shape)} and `{scale}` {list(grid)} are not MXFP4 blocks of 16 bytes", where=where
             )
         *lead, n, k = (*shape[:-2], shape[-2] * 32)
         return Coded(

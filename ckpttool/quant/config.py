@@ -19,7 +19,7 @@ HF_QUANT = "hf_quant_config.json"
 """ModelOpt's own file beside config.json."""
 
 DTYPE_FIELDS = ("torch_dtype", "dtype")
-"""Of config.json and its sections: the dtype of weights in high precision."""
+"""Fields in config.json and its sections: the dtype of weights in high precision."""
 
 
 def mapped_fields(config: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -44,14 +44,14 @@ _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 
 
 class Said(NamedTuple):
-    """What a config says of its weights."""
+    """A config's statements about its weights."""
 
     scheme: Scheme | None
     """None: they are not quantised."""
     ignored: tuple[str, ...] = ()
     """Modules that are not."""
     preset: str = ""
-    """Of ``keep.PRESETS``: what else stays, where the software's own habit says so; "" where it does not."""
+    """One of ``keep.PRESETS``: what else stays by the software's own habit; "" where it has none."""
 
 
 def section(config: Mapping[str, Any]) -> dict[str, Any]:

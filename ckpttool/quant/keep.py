@@ -1,4 +1,4 @@
-"""Which tensors a recipe leaves in high precision.
+"""Tensors that a recipe leaves in high precision.
 
 What everybody keeps: vectors (norms, biases), embeddings and output heads, routers, convolutions, vision towers. What
 published models keep besides is in the presets: DeepSeek quantises its latent projections and shared experts and keeps
@@ -85,13 +85,13 @@ class Weight(NamedTuple):
 
 
 class Treated(NamedTuple):
-    """What a recipe makes of a tensor."""
+    """The treatment of a tensor under a recipe."""
 
     weight: Weight
     forms: tuple[Form, ...]
     """() where it stays as it is."""
     why: str = ""
-    """Why it stays: ``vector``, ``no Linear``, ``--keep``, ``preset``, ``source`` (that has it so), ..."""
+    """Reason to stay: ``vector``, ``no Linear``, ``--keep``, ``preset``, ``source`` (that has it so), ..."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Keep:
     """The weights that are quantised in a source that is; what it has in high precision stays so."""
     _preset: re.Pattern[str] | None = None
     _known: dict[str, bool] = field(default_factory=dict)
-    """What the preset says of a name, by the name without its numbers: no preset has any."""
+    """The preset's answer by the name without its numbers: no preset has any."""
     _modules: frozenset[str] = frozenset()
     _patterns: tuple[str, ...] = ()
     """``ignored``, which has hundreds of entries in models with experts, in those that are plain names and others."""
@@ -133,7 +133,7 @@ class Keep:
                     raise UsageError(f"{option} `{p}` matches no tensor", hint=pattern_hint(p, names))
 
     def why(self, w: Weight) -> str:
-        """Why the tensor stays as it is; "" if it is to be quantised."""
+        """The reason why the tensor stays as it is; "" if it is to be quantised."""
         if len(w.shape) < 2:
             return "vector"
         if w.dtype not in CASTABLE:
@@ -180,7 +180,7 @@ def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -
 
 
 def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[Treated]:
-    """What becomes of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
+    """The treatment of each tensor; ``scheme`` None is "all stay". Raises LayoutError as ``forms`` does."""
     weights = list(weights)
     if scheme is None:
         return [Treated(w, (), "no recipe") for w in weights]

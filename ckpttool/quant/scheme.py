@@ -26,7 +26,7 @@ from ckpttool.core.plan import Rounding
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 
 RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
-"""What quantises."""
+"""Kinds of quantisation."""
 
 METHODS = {
     "tensor": ("compressed-tensors", "fp8", "modelopt"),
@@ -42,7 +42,7 @@ GROUP = {"mxfp8": 32, "nvfp4": 16, "mxfp4": 32}
 """Elements along K that share a scale. K must be a multiple."""
 
 EDGES = ("ceil", "skip", "error")
-"""What becomes of weights whose sides are no multiples of the block."""
+"""Treatments of weights whose sides are not multiples of the block."""
 
 
 class Form(NamedTuple):
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How weights are quantised. Make one with ``scheme``, which checks it."""
+    """A quantisation of weights. Make one with ``scheme``, which checks it."""
 
     recipe: str
     method: str
@@ -191,7 +191,7 @@ def check_together(made: Iterable[tuple[str, Sequence[Form]]]) -> None:
 
 
 def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = False) -> tuple[Form, ...]:
-    """What the weight ``name`` [..., N, K] is stored as; ``in_out``: it is [..., K, N].
+    """The tensors that store the weight ``name`` [..., N, K]; ``in_out``: it is [..., K, N].
 
     Raises LayoutError when K is not a multiple of a group, and for blocks that do not divide with ``edge`` "error".
     """

@@ -1,4 +1,4 @@
-"""What every recipe must fulfil, whoever wrote it: its parameters' types, its numbers of models, its base."""
+"""Checks of every recipe, whatever its syntax: its parameters' types, its numbers of models, its base."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageErr
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.document import Problems, Value, nearest
-from ckpttool.recipe.model import Condition, Kind, Recipe, Scalar, Setting, Slice, Source
+from ckpttool.recipe.model import Condition, ParameterType, Recipe, RecipeSlice, Scalar, Setting, SliceSource
 
 DTYPES = ("F32", "F16", "BF16", "F64")
-"""What a merge writes."""
+"""Dtypes that a merge can write."""
 LARGEST = float.fromhex("0x1.fffffep127")
 """Number of a recipe: methods compute with float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the one who wrote the recipe calls things."""
+    """The terms of the recipe's syntax, for messages."""
 
     base: str
     models: str
     whole: str
-    """How to give a parameter of the merge; ``{name}`` is its name."""
+    """Syntax of a parameter of the merge; ``{name}`` is its name."""
     each: str
-    """How to give a parameter of a model."""
+    """Syntax of a parameter of a model."""
 
 
 def method_named(name: str, problems: Problems, *, at: str = "") -> Method | None:
@@ -61,7 +61,7 @@ def dtype_named(value: Value) -> str:
     return ""
 
 
-def scalar(data: Any, kind: Kind) -> Scalar | None:
+def scalar(data: Any, kind: ParameterType) -> Scalar | None:
     """A value of a parameter's type; None when it is not. Numbers may be texts: YAML takes ``1e-5`` for one."""
     if kind == "bool":
         return bool(data) if data in (True, False) and not isinstance(data, str) else None
@@ -79,7 +79,7 @@ def scalar(data: Any, kind: Kind) -> Scalar | None:
 TYPES = {"float": "a finite number", "int": "a whole number", "bool": "true or false"}
 
 
-def values(value: Value, kind: Kind) -> tuple[Scalar, ...]:
+def values(value: Value, kind: ParameterType) -> tuple[Scalar, ...]:
     """One value or a gradient; () after noting what is wrong."""
     listed = value.items() if isinstance(value.data, list) else [value]
     if not listed:
@@ -94,7 +94,7 @@ def values(value: Value, kind: Kind) -> tuple[Scalar, ...]:
     return tuple(out)
 
 
-def setting(value: Value, kind: Kind) -> Setting | None:
+def setting(value: Value, kind: ParameterType) -> Setting | None:
     """A scalar, a gradient, or a list of ``{filter:, value:}``; None after noting what is wrong."""
     entries = value.items() if isinstance(value.data, list) else [value]
     conditional = [isinstance(e.data, dict) for e in entries]
@@ -146,13 +146,13 @@ def check(recipe: Recipe, problems: Problems, words: Words) -> None:
         _check_slice(recipe, method, piece, problems, words, "" if whole else f"slices[{i}]")
 
 
-def merged(recipe: Recipe, method: Method, piece: Slice) -> list[Source]:
+def merged(recipe: Recipe, method: Method, piece: RecipeSlice) -> list[SliceSource]:
     """The sources of a slice without its base."""
     base = recipe.base_of(piece) if method.base != "refused" else None
     return [s for s in piece.sources if s.model != base]
 
 
-def _check_slice(recipe: Recipe, method: Method, piece: Slice, problems: Problems, words: Words, at: str) -> None:
+def _check_slice(recipe: Recipe, method: Method, piece: RecipeSlice, problems: Problems, words: Words, at: str) -> None:
     def wrong(what: str, hint: str | None = None, error: type[CkptError] = UsageError) -> None:
         problems.add(what, at=at or words.models, hint=hint, error=error)
 

@@ -28,14 +28,14 @@ DEPTH = 40
 
 @dataclass(slots=True)
 class Problems:
-    """What is wrong with a recipe, so far."""
+    """Problems found in a recipe."""
 
     source: str
     """File that the recipe is in, or what else it came from."""
     lines: Mapping[str, int] = field(default_factory=dict)
     """Line of each key path."""
     found: list[CkptError] = field(default_factory=list)
-    """In the order of the document."""
+    """Problems in the order of the document."""
     _at: list[int] = field(default_factory=list)
 
     def place(self, path: str) -> str:
@@ -164,7 +164,7 @@ def read_text(path: Place) -> str:
     except OSError as e:
         raise UsageError(f"the recipe cannot be read: {e.strerror}", where=str(path)) from None
     except UnicodeDecodeError:
-        raise UsageError("the recipe is no UTF-8 text", where=str(path)) from None
+        raise UsageError("the recipe is not valid UTF-8", where=str(path)) from None
 
 
 def home(recipe: Place) -> Path | None:
@@ -208,7 +208,7 @@ def from_yaml(text: str, source: str) -> Value:
                 where=f"{source}:{second.start_mark.line + 1 if second else 1}",
                 hint="merge one after the other, each from a file of its own",
             )
-        reader = _Reader(loader, source)
+        reader = _YamlReader(loader, source)
         data = None if root is None else reader.read(root, "", 0)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
@@ -221,7 +221,7 @@ def from_yaml(text: str, source: str) -> Value:
     return Value(data, "", Problems(source, reader.lines))
 
 
-class _Reader:
+class _YamlReader:
     """Turns YAML nodes into plain data and remembers the lines."""
 
     PLAIN = tuple(f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null"))

@@ -12,7 +12,7 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
 from ckpttool.recipe.document import Problems, nearest
-from ckpttool.recipe.model import ModelRef, Recipe, Setting, Slice, Source, reference
+from ckpttool.recipe.model import ModelRef, Recipe, RecipeSlice, Setting, SliceSource, reference
 from ckpttool.recipe.read import is_recipe, read_recipe
 
 _WHOLE = "give --param {name}=VALUE"
@@ -44,8 +44,8 @@ def recipe_of(
     per_model, whole = _parameters(words, found, sources, problems, weights=bool(weights))
     problems.check()
     assert found is not None  # noqa: S101 - otherwise it has been noted as a problem
-    listed = tuple(Source(m, None, {n: v[i] for n, v in per_model.items()}) for i, m in enumerate(models) if m)
-    recipe = Recipe(found.name, (Slice(listed),), donor, whole)
+    listed = tuple(SliceSource(m, None, {n: v[i] for n, v in per_model.items()}) for i, m in enumerate(models) if m)
+    recipe = Recipe(found.name, (RecipeSlice(listed),), donor, whole)
     check(recipe, problems, WEIGHT if "weight" in found.per_model and "weight" not in per_model else WORDS)
     problems.check()
     return recipe
@@ -86,7 +86,7 @@ def adapted(source: str, weights: str = "") -> Recipe:
             f"there are {len(numbers)} weights for {len(model.adapters)} adapters",
             hint="give one for each, in their order",
         )
-    return Recipe("passthrough", (Slice((Source(replace(model, weights=numbers)),)),))
+    return Recipe("passthrough", (RecipeSlice((SliceSource(replace(model, weights=numbers)),)),))
 
 
 def _model(text: str, problems: Problems, at: str) -> ModelRef | None:
@@ -157,7 +157,7 @@ def _parameters(
 
 
 def _takes(method: Method) -> str:
-    """What a method takes instead of weights."""
+    """The parameters that a method takes instead of weights."""
     names = [*method.per_model, *method.whole]
     return f"it has --param {names[0]}=VALUE" if names else "it has no parameters"
 

@@ -18,7 +18,16 @@ from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import Words, check, dtype_named, merged, method_named, settings
 from ckpttool.recipe.document import Problems, Value, from_yaml, home, nearest, read_text
-from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, Slice, Source, TokenizerRecipe, TokenRule, reference
+from ckpttool.recipe.model import (
+    ModelRef,
+    ModelToken,
+    Recipe,
+    RecipeSlice,
+    SliceSource,
+    TokenizerRecipe,
+    TokenRule,
+    reference,
+)
 from ckpttool.storage.place import scheme_of
 
 TOP = (
@@ -65,13 +74,13 @@ def parse_mergekit(text: str, name: str = "recipe", *, beside: Path | None = Non
     """
     document = from_yaml(text, name)
     problems = document.problems
-    recipe = _Parser(problems, beside).recipe(document, name, text)
+    recipe = _MergekitParser(problems, beside).recipe(document, name, text)
     problems.check()
     assert recipe is not None  # noqa: S101 - what is missing has been noted as a problem
     return recipe
 
 
-class _Parser:
+class _MergekitParser:
     def __init__(self, problems: Problems, beside: Path | None) -> None:
         self.problems, self.beside = problems, beside
         self.notes: list[str] = []
@@ -106,7 +115,7 @@ class _Parser:
         self._idle(recipe, method)
         return replace(recipe, notes=tuple(dict.fromkeys(self.notes)))
 
-    def _slices(self, top: dict[str, Value], method: Method | None) -> tuple[Slice, ...]:
+    def _slices(self, top: dict[str, Value], method: Method | None) -> tuple[RecipeSlice, ...]:
         if "models" in top and "slices" in top:
             self.problems.add(
                 "`models` and `slices` exclude each other", at="slices", hint="drop one", error=ConflictError
@@ -115,7 +124,7 @@ class _Parser:
             sources = [self._source(v, method, ("model", "parameters")) for v in top["models"].items()]
             if not top["models"].data:
                 top["models"].wrong("no models are listed")
-            return (Slice(tuple(s for s in sources if s is not None)),)
+            return (RecipeSlice(tuple(s for s in sources if s is not None)),)
         if "slices" in top:
             slices = [self._slice(v, method) for v in top["slices"].items()]
             if not slices:
@@ -124,7 +133,7 @@ class _Parser:
         self.problems.add("nothing to merge: `models` or `slices` is missing")
         return ()
 
-    def _slice(self, value: Value, method: Method | None) -> Slice:
+    def _slice(self, value: Value, method: Method | None) -> RecipeSlice:
         if isinstance(value.data, dict) and value.data.get("residual_weight") is not None:
             value.fields()["residual_weight"].wrong(
                 "`residual_weight` is not supported (mergekit reads it and does nothing with it)",
@@ -136,14 +145,14 @@ class _Parser:
         if not listed:
             value.wrong("a slice needs `sources`")
         sources = [self._source(v, method, ("model", "layer_range", "parameters")) for v in listed]
-        return Slice(
+        return RecipeSlice(
             tuple(s for s in sources if s is not None),
             self._model(fields["base_model"]) if "base_model" in fields else None,
             settings(fields["parameters"], method, of_model=False) if "parameters" in fields else {},
             (fields["stack"].text() or "") if "stack" in fields else "",
         )
 
-    def _source(self, value: Value, method: Method | None, keys: tuple[str, ...]) -> Source | None:
+    def _source(self, value: Value, method: Method | None, keys: tuple[str, ...]) -> SliceSource | None:
         hints = {k: f"it belongs under `parameters` of the model: `{{{k}: ...}}`" for k in _parameters(method)}
         if "layer_range" not in keys:
             hints["layer_range"] = "`models` merges all layers; ranges are for `slices`"
@@ -162,7 +171,7 @@ class _Parser:
             if layers is None:
                 return None
         given = settings(fields["parameters"], method, of_model=True) if "parameters" in fields else {}
-        return None if model is None else Source(model, layers, given)
+        return None if model is None else SliceSource(model, layers, given)
 
     def _range(self, value: Value) -> range | None:
         ends = [v.whole() for v in value.items()]

@@ -1,4 +1,4 @@
-"""What a recipe says: models, slices, and settings that depend on the tensor and its layer."""
+"""The data of a recipe: models, slices, and settings that depend on the tensor and its layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckpttool.storage.listing import near
 from ckpttool.storage.place import parse_place, scheme_of
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[^+\s]+)?")
-"""What the name of a model on the Hugging Face Hub looks like, with a revision or without."""
+"""Pattern of a model's name on the Hugging Face Hub, with a revision or without."""
 
 Scalar = float | int | bool
-Kind = Literal["float", "int", "bool"]
+ParameterType = Literal["float", "int", "bool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ModelRef:
     path: str
     adapters: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    """Of the adapters; () is 1 for each."""
+    """Weights of the adapters; () is 1 for each."""
 
     def __str__(self) -> str:
         return "+".join((self.path, *self.adapters))
@@ -43,7 +43,7 @@ class Condition:
     values: tuple[Scalar, ...]
     """One value, or several that stand at equal distances from the first layer to the last."""
 
-    def at(self, t: float, kind: Kind) -> Scalar:
+    def at(self, t: float, kind: ParameterType) -> Scalar:
         """The value at ``t``, from 0 (first layer) to 1 (last layer): numbers are interpolated, booleans are not.
 
         Raises UsageError when a number that must be whole is not.
@@ -64,13 +64,13 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a recipe gives to one parameter in one place: the first condition that matches a tensor counts."""
+    """The values of one parameter in one place of a recipe: the first condition that matches a tensor counts."""
 
-    kind: Kind
+    kind: ParameterType
     conditions: tuple[Condition, ...]
 
     @classmethod
-    def of(cls, kind: Kind, *values: Scalar) -> Setting:
+    def of(cls, kind: ParameterType, *values: Scalar) -> Setting:
         """The same for every tensor: one value, or a gradient over the layers."""
         return cls(kind, (Condition("*", values),))
 
@@ -85,11 +85,11 @@ class Setting:
 
 
 Settings = Mapping[str, Setting]
-"""By the parameter's name."""
+"""Settings by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SliceSource:
     """A model's part in a slice."""
 
     model: ModelRef
@@ -99,10 +99,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class RecipeSlice:
     """A run of the output's layers, and the layers that are merged into it."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SliceSource, ...]
     base: ModelRef | None = None
     """None: the recipe's."""
     parameters: Settings = field(default_factory=dict)
@@ -121,7 +121,7 @@ class ModelToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """Where a token's embedding comes from."""
+    """The source of a token's embedding."""
 
     source: ModelRef | ModelToken | Literal["zero"] | None = None
     """A model (its own embedding of that token), a certain embedding, zeros; None: as for any other token."""
@@ -143,7 +143,7 @@ class Recipe:
     """A merge, whoever described it. What it says has been checked; only the models have not been looked at."""
 
     method: str
-    slices: tuple[Slice, ...]
+    slices: tuple[RecipeSlice, ...]
     base: ModelRef | None = None
     """Subtracted by methods that know a base. Others only take its config and tokenizer."""
     parameters: Settings = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Recipe:
     component: str = "model"
     remove_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the user should know about how the recipe was understood."""
+    """Notes about how the recipe was understood."""
     name: str = ""
     """File that it was read from."""
     text: str = ""
@@ -172,7 +172,7 @@ class Recipe:
     def mapped(self, change: Callable[[ModelRef], ModelRef]) -> Recipe:
         """The same with other models in the place of these."""
 
-        def source(s: Source) -> Source:
+        def source(s: SliceSource) -> SliceSource:
             return replace(s, model=change(s.model))
 
         slices = [
@@ -180,7 +180,7 @@ class Recipe:
         ]
         return replace(self, slices=tuple(slices), base=self.base and change(self.base))
 
-    def base_of(self, piece: Slice) -> ModelRef | None:
+    def base_of(self, piece: RecipeSlice) -> ModelRef | None:
         """The base of one slice."""
         return piece.base or self.base
 
@@ -223,7 +223,7 @@ def _filled(**fields: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
 
 
-def _source(source: Source) -> dict[str, Any]:
+def _source(source: SliceSource) -> dict[str, Any]:
     layers = source.layers and [source.layers.start, source.layers.stop]
     weights = list(source.model.weights)
     return _filled(
@@ -274,7 +274,7 @@ def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> Mod
     What is no path may be a name on the Hugging Face Hub, ``ORG/NAME[@REVISION]``, if ``hub`` says so. Raises
     UsageError for what is neither, UnsupportedError for a ``@revision`` of a path, AccessError.
     """
-    known = _Known(beside, hub)
+    known = _ModelLookup(beside, hub)
     parts = known.split(text)
     if parts is not None:
         return ModelRef(parts[0], tuple(parts[1:]))
@@ -295,8 +295,8 @@ def reference(text: str, beside: Path | None = None, *, hub: bool = True) -> Mod
     raise UsageError(f"`{text}` cannot be taken apart into a model and adapters that exist")
 
 
-class _Known(NamedTuple):
-    """Where names of models are looked up."""
+class _ModelLookup(NamedTuple):
+    """The places where models' names are looked up."""
 
     beside: Path | None
     hub: bool

@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, ConflictError, UnsupportedError
 from ckpttool.kernels.merge.base import Method
 from ckpttool.recipe.check import TYPES, Words, check, method_named, scalar
 from ckpttool.recipe.document import Problems, Value, from_json, home, read_text
-from ckpttool.recipe.model import Kind, ModelRef, Recipe, Scalar, Setting, Slice, Source, reference
+from ckpttool.recipe.model import ModelRef, ParameterType, Recipe, RecipeSlice, Scalar, Setting, SliceSource, reference
 
 METHODS = ("linear", "slerp", "ties", "della", "della_linear", "dare_linear", "dare_ties")
 """The values of merge_method; ours are called paddle_*."""
@@ -95,7 +95,7 @@ def parse_paddle(text: str, name: str = "merge_config.json", *, beside: Path | N
     method, sources, whole = parts
     recipe = Recipe(
         method.name,
-        (Slice(tuple(sources)),),
+        (RecipeSlice(tuple(sources)),),
         base if "lora_model_path" not in fields else None,
         whole,
         component=prefix,
@@ -109,7 +109,7 @@ def parse_paddle(text: str, name: str = "merge_config.json", *, beside: Path | N
     return recipe
 
 
-Parts = tuple[Method, list[Source], dict[str, Setting]]
+DocumentParts = tuple[Method, list[SliceSource], dict[str, Setting]]
 
 
 def _text(fields: dict[str, Value], key: str) -> str | None:
@@ -131,7 +131,7 @@ def _reference(value: Value, beside: Path | None, text: str | None = None) -> Mo
     return found
 
 
-def _adapter(fields: dict[str, Value], base: ModelRef | None, beside: Path | None) -> Parts | None:
+def _adapter(fields: dict[str, Value], base: ModelRef | None, beside: Path | None) -> DocumentParts | None:
     """An adapter that is added to its base: one model, copied."""
     value = fields["lora_model_path"]
     for key in ("model_path_list", "model_path_str"):
@@ -143,10 +143,12 @@ def _adapter(fields: dict[str, Value], base: ModelRef | None, beside: Path | Non
     method = method_named("passthrough", value.problems)
     if base is None or adapter is None or method is None:
         return None
-    return method, [Source(ModelRef(base.path, (adapter.path,)))], {}
+    return method, [SliceSource(ModelRef(base.path, (adapter.path,)))], {}
 
 
-def _models(fields: dict[str, Value], problems: Problems, beside: Path | None, notes: list[str]) -> Parts | None:
+def _models(
+    fields: dict[str, Value], problems: Problems, beside: Path | None, notes: list[str]
+) -> DocumentParts | None:
     word = (_text(fields, "merge_method") or "linear") if "merge_method" in fields else "linear"
     if word not in METHODS:
         fields["merge_method"].wrong(f"there is no merge method `{word}`", hint=f"known: {', '.join(METHODS)}")
@@ -171,7 +173,7 @@ def _models(fields: dict[str, Value], problems: Problems, beside: Path | None, n
             whole["normalize"] = Setting.of("bool", True)  # noqa: FBT003 - values stand as they are in a recipe
         notes.append("weight_list is not given: all models weigh the same, and the weights are normalized")
     sources = [
-        Source(m, None, {"weight": Setting.of("float", w)} if "weight" in method.per_model else {})
+        SliceSource(m, None, {"weight": Setting.of("float", w)} if "weight" in method.per_model else {})
         for m, w in zip(models, weights, strict=True)
         if m is not None
     ]
@@ -207,7 +209,7 @@ def _weights(fields: dict[str, Value], count: int, method: Method | None) -> lis
     return known if len(known) == count else None
 
 
-def _number(value: Value, kind: Kind) -> Scalar | None:
+def _number(value: Value, kind: ParameterType) -> Scalar | None:
     """One value of a parameter's type; None after noting that it is none. Gradients do not exist here."""
     found = scalar(value.data, kind)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which kind of recipe a file is."""
+"""Detect the kind of a recipe file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe and the models' tensor names to what every tensor of the output is merged from.
+"""Resolve a recipe with the models' tensor names: the inputs of every tensor of the output.
 
 Layers are numbered anew where slices stack them. A tensor without a layer is taken from the first slice's models when
 it embeds tokens or positions (what comes before the layers), from the last slice's otherwise. Of a model with several
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Method, Parameter
+from ckpttool.kernels.merge.base import Method, MethodParameter
 from ckpttool.recipe.check import merged
-from ckpttool.recipe.model import ModelRef, Recipe, Scalar, Settings, Slice, Source
+from ckpttool.recipe.model import ModelRef, Recipe, RecipeSlice, Scalar, Settings, SliceSource
 
 BEFORE = re.compile(r"embed|wte|wpe|word_embeddings|(?<![^.])shared\.")
 AFTER = re.compile(r"embed_out")
 """An output layer that is called an embedding (GPT-NeoX)."""
 
-Place = tuple[ModelRef, str]
+NamedTensor = tuple[ModelRef, str]
 """A model and the name of a tensor there."""
 
 
@@ -31,17 +31,17 @@ class Merged:
     """One tensor of the output."""
 
     name: str
-    inputs: tuple[Place, ...]
+    inputs: tuple[NamedTensor, ...]
     """The models that have it, without the base."""
-    base: Place | None
+    base: NamedTensor | None
     """None where the method has no base, and where the base lacks the tensor."""
     base_at: int | None
     """Place of the base among the slice's models; after the last one when it is not listed."""
     parameters: tuple[Mapping[str, Scalar], ...]
-    """For each input, complete."""
+    """All parameters of each input."""
     whole: Mapping[str, Scalar]
     """Parameters of the merge, complete."""
-    missing: tuple[Place, ...] = ()
+    missing: tuple[NamedTensor, ...] = ()
     """Models that lack it, the base included."""
 
 
@@ -50,7 +50,7 @@ class Resolved:
     """The output of a merge."""
 
     tensors: tuple[Merged, ...]
-    """In the order of the output: before the layers, the layers, after them."""
+    """Tensors in the order of the output: before the layers, the layers, after them."""
     layers: tuple[tuple[tuple[ModelRef, int], ...], ...]
     """For each layer of the output, the models and their layers that it comes from; () where slices name stacks."""
     stacks: Mapping[str, tuple[tuple[tuple[ModelRef, int], ...], ...]] = field(default_factory=dict)
@@ -71,10 +71,10 @@ def resolve(recipe: Recipe, names: Mapping[ModelRef, Collection[str]], *, layer:
     Raises ConflictError for a layer range that a model does not have, UsageError for slices that do not say of which
     of several stacks they are, and for a required parameter that no filter gives to some tensor.
     """
-    return _Resolver(recipe, {ref: _Index(n, layer) for ref, n in names.items()}).run()
+    return _Resolver(recipe, {ref: _NamesByLayer(n, layer) for ref, n in names.items()}).run()
 
 
-class _Index:
+class _NamesByLayer:
     """The tensor names of one model, by stack and layer."""
 
     def __init__(self, names: Iterable[str], layer: re.Pattern[str]) -> None:
@@ -97,7 +97,7 @@ class _Index:
         return {**table, **firsts} if place == 0 else {k: v for k, v in table.items() if k not in firsts}
 
     def _firsts(self, stack: str) -> Mapping[str, str]:
-        """What the first layer has beside what all layers have: T5's relative positions, which all of them use."""
+        """Tensors that only the first layer has: T5's relative positions, which all of them use."""
         if stack not in self._first:
             first = self.layers.get((stack, 0), {})
             others = [set(t) for (s, n), t in self.layers.items() if s == stack and n > 0]
@@ -114,22 +114,22 @@ class _Index:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorModels:
     """The models of one tensor: a slice's sources, and its base."""
 
-    piece: Slice
-    sources: Sequence[Source]
-    """Without the base."""
+    piece: RecipeSlice
+    sources: Sequence[SliceSource]
+    """Sources without the base."""
     base: ModelRef | None
     base_at: int | None
     models: tuple[ModelRef, ...] = field(default=())
     """All of them, in the order of the recipe."""
     stack: str = ""
-    """What the names of its layers begin with; "" for all layers of all stacks."""
+    """Prefix of the names of its layers; "" for all layers of all stacks."""
 
 
 class _Resolver:
-    def __init__(self, recipe: Recipe, index: Mapping[ModelRef, _Index]) -> None:
+    def __init__(self, recipe: Recipe, index: Mapping[ModelRef, _NamesByLayer]) -> None:
         self.recipe, self.index = recipe, index
         self.method: Method = METHODS[recipe.method]
         self.depths = {ref: i.depths() for ref, i in index.items()}
@@ -138,13 +138,13 @@ class _Resolver:
         self.used: set[int] = set()
         self.notes: list[str] = []
 
-    def _part(self, number: int, piece: Slice) -> _Part:
+    def _part(self, number: int, piece: RecipeSlice) -> _TensorModels:
         base = self.recipe.base_of(piece) if self.method.base != "refused" else None
         listed = [s.model for s in piece.sources]
         models = listed if base is None or base in listed else [*listed, base]
         base_at = None if base is None else models.index(base)
         stack = "" if piece.sources[0].layers is None else self._stack(piece.stack, f"slices[{number}]")
-        return _Part(piece, merged(self.recipe, self.method, piece), base, base_at, tuple(models), stack)
+        return _TensorModels(piece, merged(self.recipe, self.method, piece), base, base_at, tuple(models), stack)
 
     def _stack(self, said: str, at: str) -> str:
         """The stack that a slice is of. Raises UsageError when it does not say which of several."""
@@ -195,7 +195,7 @@ class _Resolver:
                 if before == first and self._part_of(name, before=before) is part:
                     yield self._tensor(part, name, {ref: (name, name in table) for ref, table in tables.items()}, 0)
 
-    def _part_of(self, name: str, *, before: bool) -> _Part:
+    def _part_of(self, name: str, *, before: bool) -> _TensorModels:
         """The slice that a tensor without a layer goes by."""
         alike = {s: _common(name, s) for s in self.stacks}
         most = max(alike.values(), default=0)
@@ -216,7 +216,7 @@ class _Resolver:
                 yield from self._whole(self.parts[0], origins, only=stack)
 
     def _whole(
-        self, part: _Part, origins: list[tuple[tuple[ModelRef, int], ...]], only: str | None = None
+        self, part: _TensorModels, origins: list[tuple[tuple[ModelRef, int], ...]], only: str | None = None
     ) -> Iterator[Merged]:
         """All layers of models whose layers correspond; each stack has a first and a last layer of its own."""
         depths = {ref: self.depths[ref] for ref in part.models}
@@ -235,7 +235,9 @@ class _Resolver:
                 if stack == main:
                     origins.append(tuple((ref, number) for ref in part.models if number < counts[ref]))
 
-    def _sliced(self, parts: Sequence[_Part], origins: list[tuple[tuple[ModelRef, int], ...]]) -> Iterator[Merged]:
+    def _sliced(
+        self, parts: Sequence[_TensorModels], origins: list[tuple[tuple[ModelRef, int], ...]]
+    ) -> Iterator[Merged]:
         for part in parts:
             ranges = {s.model: s.layers for s in part.piece.sources if s.layers is not None}
             for ref, layers in ranges.items():
@@ -251,7 +253,9 @@ class _Resolver:
                 yield from self._layer(part, part.stack, len(origins), here, _place(offset, depth))
                 origins.append(tuple(here.items()))
 
-    def _layer(self, part: _Part, stack: str, number: int, here: Mapping[ModelRef, int], t: float) -> Iterator[Merged]:
+    def _layer(
+        self, part: _TensorModels, stack: str, number: int, here: Mapping[ModelRef, int], t: float
+    ) -> Iterator[Merged]:
         """The tensors of one layer of the output; ``here`` are the layers that it comes from."""
         tables = {ref: self.index[ref].layer(stack, n, number) for ref, n in here.items()}
         self.notes += [
@@ -266,7 +270,7 @@ class _Resolver:
             }
             yield self._tensor(part, f"{stack}{number}{rest}", found, t)
 
-    def _tensor(self, part: _Part, name: str, found: Mapping[ModelRef, tuple[str, bool]], t: float) -> Merged:
+    def _tensor(self, part: _TensorModels, name: str, found: Mapping[ModelRef, tuple[str, bool]], t: float) -> Merged:
         """``found``: the tensor's name in each model, and whether it is there."""
         levels = (part.piece.parameters, self.recipe.parameters)
         inputs = []
@@ -289,7 +293,7 @@ class _Resolver:
         )
 
     def _values(
-        self, schema: Mapping[str, Parameter], levels: Sequence[Settings], name: str, t: float, label: str
+        self, schema: Mapping[str, MethodParameter], levels: Sequence[Settings], name: str, t: float, label: str
     ) -> dict[str, Scalar]:
         """The complete parameters of a tensor: for each, the first level that says something about it."""
         out: dict[str, Scalar] = {}
@@ -316,7 +320,7 @@ class _Resolver:
 
 
 def _place(number: int, count: int) -> float:
-    """How far a layer is from the first (0) to the last (1); the only one counts as the last."""
+    """Position of a layer from the first (0) to the last (1); the only one counts as the last."""
     return number / (count - 1) if count > 1 else 1.0
 
 

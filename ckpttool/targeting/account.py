@@ -26,7 +26,7 @@ from ckpttool.execute.checks import agree
 from ckpttool.execute.compare import compare_one, read_tensor, read_view
 from ckpttool.formats.config import quantization
 from ckpttool.layout.assemble import LAYER
-from ckpttool.layout.packed import GLOBAL, INPUTS, Part, find_packing
+from ckpttool.layout.packed import GLOBAL, INPUTS, PackedTensor, find_packing
 from ckpttool.layout.statements import Drop, DropCopies, DropCopy, DropLayers, Rename, Tie, Transform, inverse, matches
 from ckpttool.planning.planner import Computed, Ties
 from ckpttool.planning.relate import DerivedTensor, TensorTable, apply_transforms
@@ -174,7 +174,7 @@ class Account:
         )
 
     @cached_property
-    def _packed(self) -> dict[str, Part]:
+    def _packed(self) -> dict[str, PackedTensor]:
         dtypes = {k.name: t.dtype for k, t in self.source.catalog.tensors.items() if k.component == "model"}
         packing = find_packing(quantization(self.source.config), dtypes)
         return packing.parts(dtypes) if packing is not None else {}

@@ -24,7 +24,7 @@ from ckpttool.core.plan import Plan
 from ckpttool.core.words import count
 from ckpttool.dialects import NamingContext
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Training, WriteRequest
+from ckpttool.formats.base import TrainingState, WriteRequest
 from ckpttool.layout.family import Family
 from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Rename, Transform
@@ -279,7 +279,7 @@ def _config(source: Checkpoint, goal: Goal, named: OutputTensors) -> tuple[dict[
     return target_config(source.dialect, goal, views.table), notes
 
 
-def _training(source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares) -> Training | None:
+def _training(source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares) -> TrainingState | None:
     """What a trainer resumes from, where the output is that of a run; its optimizer may have no state yet, or none."""
     if not goal.target.resumes(goal.writer.capabilities):
         return None
@@ -287,7 +287,7 @@ def _training(source: Checkpoint, goal: Goal, named: OutputTensors, shares: Rank
     counted = {n for state, table in states.items() if state in SCALARS for n in table}
     training = training_of(source, named.views, counted, goal.target.betas)
     if STEP in states and goal.writer.capabilities.counts_steps:
-        training = replace(training or Training(), steps=steps_of(source.catalog, states[STEP]))
+        training = replace(training or TrainingState(), steps=steps_of(source.catalog, states[STEP]))
     return training
 
 

@@ -37,7 +37,7 @@ from ckpttool.core.plan import (
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, UsageError
 from ckpttool.formats.base import file_now
-from ckpttool.formats.parts import ROOT, Part, Parts, parts_of
+from ckpttool.formats.parts import ROOT, PipelinePart, PipelineParts, parts_of
 from ckpttool.formats.registry import writer
 from ckpttool.planning.relate import DerivedTensor, TensorTable, parameters
 from ckpttool.storage.below import files_below
@@ -63,7 +63,7 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
         return plan(source, target, selection)
     target = part_target(source, parts, target)
     several = Several(source, parts)
-    chosen: Sequence[Part] = parts.chosen
+    chosen: Sequence[PipelinePart] = parts.chosen
     if recoding is not None and recoding.scheme is not None:
         chosen = several.models()
     selections = several.selections(selection)
@@ -73,7 +73,7 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
     return several.joined({p: plan(c, in_part(p, target), selections[p.name]) for p, c in opened.items()})
 
 
-def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
+def part_target(source: Checkpoint, parts: PipelineParts, target: Target) -> Target:
     """What each part becomes. Raises UsageError for a target that only one model can have."""
     wrong = [f"--{k}-out {v}" for k, v in target.from_flags().items() if v != 1]
     wrong += ["--pp-layout"] if target.pp_layout else []
@@ -86,12 +86,12 @@ def part_target(source: Checkpoint, parts: Parts, target: Target) -> Target:
     return replace(target, format=target.format or "hf")
 
 
-def in_part(part: Part, target: Target) -> Target:
+def in_part(part: PipelinePart, target: Target) -> Target:
     """The target of one part: what is not a model has one file, or its software would not find it."""
     return target if part.is_model else replace(target, max_shard_size=None)
 
 
-def _refuse(source: Checkpoint, parts: Parts, why: str) -> NoReturn:
+def _refuse(source: Checkpoint, parts: PipelineParts, why: str) -> NoReturn:
     root = source.stored.root
     alone = [str(root / p.name) for p in parts.chosen if p.name != ROOT]
     hint = f"give one as SRC: {' or '.join(alone)}" if alone else ""
@@ -102,7 +102,7 @@ def _refuse(source: Checkpoint, parts: Parts, why: str) -> NoReturn:
     raise UsageError(f"{why}, and SRC has {len(parts.all)} parts: {_names(parts.all)}", where=str(root), hint=hint)
 
 
-def _names(parts: Iterable[Part]) -> str:
+def _names(parts: Iterable[PipelinePart]) -> str:
     return ", ".join(p.name for p in parts)
 
 
@@ -111,16 +111,16 @@ class Several:
     """A directory of several models, and what becomes of it."""
 
     source: Checkpoint
-    parts: Parts
+    parts: PipelineParts
     link: bool = False
     """Files that stay as they are may share their bytes with the source."""
     notes: list[str] = field(default_factory=list)
 
-    def open(self, part: Part) -> Checkpoint:
+    def open(self, part: PipelinePart) -> Checkpoint:
         """One part by itself."""
         return open_checkpoint(part.place, self.parts.options(part))
 
-    def models(self) -> list[Part]:
+    def models(self) -> list[PipelinePart]:
         """The parts that are quantised: those that were asked for by name, or the only model.
 
         Raises UsageError when there are several, which nobody wants all of.
@@ -162,12 +162,12 @@ class Several:
             out[part.name] = Selection() if all(names.values()) else Selection(keep=exactly(names))
         return out
 
-    def owner(self, name: str) -> Part:
+    def owner(self, name: str) -> PipelinePart:
         """The part that a tensor is of."""
         named = [p for p in self.parts.chosen if p.prefix and name.startswith(p.prefix)]
         return named[0] if named else next(p for p in self.parts.chosen if p.name == ROOT)
 
-    def joined(self, planned: Mapping[Part, Prepared]) -> Prepared:
+    def joined(self, planned: Mapping[PipelinePart, Prepared]) -> Prepared:
         """All of it as one: what was planned, every other part as it is, and the files beside them."""
         notes = [*self.source.notes, *self.notes]
         views: dict[str, DerivedTensor] = {}
@@ -197,7 +197,7 @@ class Several:
             parts={p.folder: one for p, one in planned.items()},
         )  # fmt: skip
 
-    def _carried(self, planned: Mapping[Part, Prepared], notes: list[str]) -> list[Output]:
+    def _carried(self, planned: Mapping[PipelinePart, Prepared], notes: list[str]) -> list[Output]:
         """Every file that is written as it is, but for what belongs to the parts that are planned."""
         root = self.source.stored.root
         out = []
@@ -212,7 +212,7 @@ class Several:
             notes.append(f"not carried from subdirectories: {some(list(map(str, below.left)), 8)}")
         return [*out, *(_output(n, root / n) for n in (*beside, *below.carried))]
 
-    def _whole(self, part: Part, notes: list[str]) -> list[Output]:
+    def _whole(self, part: PipelinePart, notes: list[str]) -> list[Output]:
         """All files of a part, of whatever size."""
         listing = list_source(part.place)
         notes += [
@@ -255,7 +255,7 @@ def _recoded(ones: Sequence[Prepared]) -> Recoded | None:
 # -- plans
 
 
-def join_plans(plans: Iterable[tuple[Part, Plan]], carried: Iterable[Output]) -> Plan:
+def join_plans(plans: Iterable[tuple[PipelinePart, Plan]], carried: Iterable[Output]) -> Plan:
     """One plan with the steps of all: files of a part lie in its directory."""
     sources: list[SourceFile] = []
     outputs: list[Output] = []

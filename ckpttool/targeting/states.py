@@ -30,7 +30,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, Ve
 from ckpttool.execute.compare import tensor_reads
 from ckpttool.execute.files import Medium
 from ckpttool.execute.remote import open_medium
-from ckpttool.formats.base import Capabilities, Training
+from ckpttool.formats.base import Capabilities, TrainingState
 from ckpttool.planning.relate import DerivedTensor
 from ckpttool.targeting.target import Target
 
@@ -182,7 +182,7 @@ def _counted(source: Checkpoint, steps: set[int]) -> Checkpoint:
     training = source.stored.training
     if len(steps) != 1 or (training is not None and training.step is not None):
         return source
-    training = replace(training or Training(), step=next(iter(steps)))
+    training = replace(training or TrainingState(), step=next(iter(steps)))
     return replace(source, stored=replace(source.stored, training=training))
 
 
@@ -355,7 +355,7 @@ class _Translator:
         return whole_tensor(StoredTensor(key.name, dtype, shape, number, offset, 0, None, *key[1:]), key)
 
 
-def betas_of(training: Training | None, asked: Betas | None, where: str) -> dict[str, Betas]:
+def betas_of(training: TrainingState | None, asked: Betas | None, where: str) -> dict[str, Betas]:
     """The betas of each parameter that has some by its group. Raises ConflictError where ``asked`` are others."""
     out: dict[str, Betas] = {}
     for group in training.groups if training is not None else ():

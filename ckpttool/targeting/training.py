@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import ConflictError
-from ckpttool.formats.base import ParamGroup, Training
+from ckpttool.formats.base import ParamGroup, TrainingState
 from ckpttool.planning.relate import TensorTable
 from ckpttool.targeting.states import Betas
 
 
-def training_of(source: Checkpoint, views: TensorTable, counted: set[str], betas: Betas | None) -> Training | None:
+def training_of(source: Checkpoint, views: TensorTable, counted: set[str], betas: Betas | None) -> TrainingState | None:
     """``StoredCheckpoint.training`` with the names of ``views``, which are those of the output.
 
     A parameter that is gone leaves its group, one that repeats another (a tie) is in none; a parameter has its group
@@ -27,7 +27,7 @@ def training_of(source: Checkpoint, views: TensorTable, counted: set[str], betas
         if not groups:
             groups = (ParamGroup(tuple(n for n in views.table if n in counted)),)
         groups = tuple(replace(g, values={**said, **g.values}) if counted & {*g.parameters} else g for g in groups)
-    return replace(training or Training(), groups=groups) if training is not None or groups else None
+    return replace(training or TrainingState(), groups=groups) if training is not None or groups else None
 
 
 def _renamed(groups: Sequence[ParamGroup], views: TensorTable) -> tuple[ParamGroup, ...]:

@@ -36,10 +36,10 @@ class Input(NamedTuple):
     label: str
     vocabulary: Vocabulary
     rows: int
-    """Of its embedding matrix; tokens with higher ids have no embedding and count as absent."""
+    """Rows of its embedding matrix; tokens with higher ids have no embedding and count as absent."""
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """The row of a token in one model's matrix."""
 
     model: int
@@ -48,11 +48,11 @@ class Row(NamedTuple):
     """Another token, or an id; None is the token itself."""
 
 
-class TokenRule(NamedTuple):
-    """What a recipe says of a token."""
+class RowRule(NamedTuple):
+    """A recipe's rule for a token."""
 
-    source: Row | Literal["zero"] | None = None
-    """Where its row comes from; None leaves it to the general rules."""
+    source: TokenRow | Literal["zero"] | None = None
+    """Source of its row; None leaves it to the general rules."""
     force: bool = False
     """Also in models that have the token."""
 
@@ -76,12 +76,12 @@ class MergedVocabulary:
     """Its place among the inputs."""
     tokens: dict[str, int]
     new: dict[str, Added]
-    """What the donor's tokenizer gets: tokens it lacks, and settings of tokens that it had only as its own."""
+    """Additions to the donor's tokenizer: tokens it lacks, and settings of tokens that it had only as its own."""
     size: int
     """Highest id + 1."""
     rows: int
-    """Of the output's matrices; ``vocab_size`` of its config."""
-    rules: Mapping[str, TokenRule]
+    """Rows of the output's matrices; ``vocab_size`` of its config."""
+    rules: Mapping[str, RowRule]
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[tuple[int, int], ...], list[Picks]] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class MergedVocabulary:
         return found
 
     def picks(self, which: Sequence[int], rows: Sequence[int]) -> list[Picks]:
-        """For matrices of the inputs ``which`` with these rows: where the rows ``[0, size)`` of each come from."""
+        """Sources of the rows ``[0, size)`` of matrices of the inputs ``which`` with these rows."""
         key = tuple(zip(which, rows, strict=True))
         if key not in self._known:
             self._known[key] = self._picks(key)
@@ -165,7 +165,7 @@ class MergedVocabulary:
         return found
 
     def _ruled(
-        self, token: str, row: Row, matrices: Sequence[tuple[int, int]], first: Mapping[int, int]
+        self, token: str, row: TokenRow, matrices: Sequence[tuple[int, int]], first: Mapping[int, int]
     ) -> tuple[int, int]:
         """(matrix, row) of a rule. Raises ConflictError when there is no such row."""
         label = self.inputs[row.model].label
@@ -176,7 +176,7 @@ class MergedVocabulary:
         number = self.inputs[row.model].vocabulary.tokens.get(name) if isinstance(name, str) else name
         if number is None or not 0 <= number < matrices[source][1]:
             raise ConflictError(
-                f"the row of token {token!r} is to be that of {name!r}, which the model does not have", where=label
+                f"the row of token {token!r} should be that of {name!r}, which the model does not have", where=label
             )
         return source, number
 
@@ -185,7 +185,7 @@ def merge_vocabularies(
     models: Sequence[Input],
     base: int | None,
     source: Literal["union", "base"] | int = "union",
-    rules: Mapping[str, TokenRule] | None = None,
+    rules: Mapping[str, RowRule] | None = None,
     multiple: int = 1,
 ) -> MergedVocabulary:
     """Find the output's tokens and ids.
@@ -232,7 +232,7 @@ def merge_vocabularies(
 
 
 def _lacking(donor: Vocabulary, others: Iterable[Vocabulary]) -> tuple[dict[str, Added], list[str]]:
-    """What a union adds to the donor, and the added tokens whose settings differ between models."""
+    """Tokens that a union adds to the donor, and the added tokens whose settings differ between models."""
     own: dict[str, Added] = {}
     added = dict(donor.added)
     differing: dict[str, None] = {}

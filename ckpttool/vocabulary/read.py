@@ -1,4 +1,4 @@
-"""What tokens a model has, and their ids, from the tokenizer files beside it.
+"""A model's tokens and their ids, from the tokenizer files beside it.
 
 Read are ``tokenizer.json`` (BPE, Unigram, WordPiece, WordLevel), ``vocab.json`` and a sentencepiece
 ``tokenizer.model``, each with the added tokens of ``tokenizer_config.json`` and, where there is no
@@ -61,7 +61,7 @@ class Vocabulary:
 
     directory: Place
     names: tuple[str, ...]
-    """Those of TOKENIZER_FILES that are there."""
+    """Present files of TOKENIZER_FILES."""
     tokens: dict[str, int]
     """All tokens, by rising id; no two share one."""
     own: frozenset[str]
@@ -74,7 +74,7 @@ class Vocabulary:
         return max([len(self.own), *(self.tokens[t] + 1 for t in self.added)])
 
     def within(self, rows: int) -> Vocabulary:
-        """Without the tokens that have no row in a matrix of ``rows``."""
+        """The vocabulary without the tokens that have no row in a matrix of ``rows``."""
         kept = {t: i for t, i in self.tokens.items() if i < rows}
         if len(kept) == len(self.tokens):
             return self

@@ -16,7 +16,7 @@ from ckpttool.vocabulary.merge import MergedVocabulary
 from ckpttool.vocabulary.read import Added, read_bytes, read_json
 
 TEMPLATE = "chat_template.jinja"
-"""Where transformers 5 writes the chat template; it wins over one in tokenizer_config.json."""
+"""File to which transformers 5 writes the chat template; it wins over one in tokenizer_config.json."""
 
 
 _WITH_TOKENS = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")

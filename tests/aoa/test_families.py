@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.aoa import Statement, apply_aoa
 from ckpttool.errors import UnsupportedError, UsageError
-from ckpttool.layout.rules import Size
+from ckpttool.layout.rules import CutSize
 from tests.helpers.aoa import RULES, Array, rules, table, values
 
 HIDDEN, HEADS, HEAD, FFN, VOCAB, LAYERS, EXPERTS = 16, 4, 4, 24, 40, 2, 2
@@ -165,5 +165,5 @@ def test_model_without_mtp_has_no_use_for_mtp_rules() -> None:
 
 
 def test_heads_of_the_config() -> None:
-    sizes = {"heads": Size(4), "kv_heads": Size(2, shared=True)}
+    sizes = {"heads": CutSize(4), "kv_heads": CutSize(2, shared=True)}
     apply_aoa(table(model("Qwen2/plain")), rules("Qwen2/plain", "load"), sizes=sizes)

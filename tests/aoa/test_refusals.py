@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.aoa import apply_aoa, parse_aoa
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
-from ckpttool.layout.rules import Size
+from ckpttool.layout.rules import CutSize
 from tests.helpers.aoa import Array, count, run, table
 
 SOURCES: dict[str, Array] = {
@@ -212,7 +212,7 @@ def test_no_tensors() -> None:
 def test_heads_that_are_not_the_models() -> None:
     """Both numbers fit the sizes, and the heads would be interleaved otherwise."""
     sources = {"attn.qkv": count(2, 16), "vision.qkv": count(2, 16)}
-    sizes = {"heads": Size(4), "kv_heads": Size(2, shared=True)}
+    sizes = {"heads": CutSize(4), "kv_heads": CutSize(2, shared=True)}
     text = "{}.qkv -> {}.q, {}.k, {}.v, fused_qkv, num_heads=2, num_key_value_groups=1"
     with pytest.raises(ConflictError, match="the model's config has 4 and 2 heads"):
         apply_aoa(table(sources), parse_aoa(text.replace("{}", "attn")), sizes=sizes)

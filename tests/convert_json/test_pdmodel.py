@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ckpttool.errors import CkptError, CorruptError, IncompleteError
 from ckpttool.formats.paddle import pdmodel as _pdmodel
 from ckpttool.formats.paddle.pdmodel import PROBLEMS, VERSION, read_pdmodel
-from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_NUMBER, Program, ProgramTensor
 from tests.helpers.sample import examples, some
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "paddle_programs" / "legacy" / "model.pdmodel"
@@ -140,17 +140,17 @@ def test_program_of_paddle() -> None:
     assert found.problems == []
     assert (found.kind, found.version, found.blocks, found.trainable) == ("pdmodel", 3_003_001, 1, None)
     assert found.parameters == [
-        Parameter("batch_norm1d_1.b_0", "F32", (16,)),
-        Parameter("batch_norm1d_1.w_0", "F32", (16,)),
-        Parameter("batch_norm1d_1.w_1", "F32", (16,)),
-        Parameter("batch_norm1d_1.w_2", "F32", (16,)),
-        Parameter("eager_tmp_1", "I64", (4,)),
-        Parameter("embedding_1.w_0", "F32", (20, 8)),
-        Parameter("linear_2.b_0", "F32", (16,)),
-        Parameter("linear_2.w_0", "F32", (8, 16)),
-        Parameter("linear_3.w_0", "F32", (16, 4)),
+        ProgramTensor("batch_norm1d_1.b_0", "F32", (16,)),
+        ProgramTensor("batch_norm1d_1.w_0", "F32", (16,)),
+        ProgramTensor("batch_norm1d_1.w_1", "F32", (16,)),
+        ProgramTensor("batch_norm1d_1.w_2", "F32", (16,)),
+        ProgramTensor("eager_tmp_1", "I64", (4,)),
+        ProgramTensor("embedding_1.w_0", "F32", (20, 8)),
+        ProgramTensor("linear_2.b_0", "F32", (16,)),
+        ProgramTensor("linear_2.w_0", "F32", (8, 16)),
+        ProgramTensor("linear_3.w_0", "F32", (16, 4)),
     ]
-    assert found.inputs == [Parameter("x", "I64", (-1, 5))]
+    assert found.inputs == [ProgramTensor("x", "I64", (-1, 5))]
     assert [p.dtype for p in found.outputs] == ["F32"]
     assert found.operators["matmul_v2"] == 2
     assert found.operators["feed"] == found.operators["fetch"] == 1
@@ -160,9 +160,9 @@ def test_program_of_paddle() -> None:
 def test_sound_program(read: Read) -> None:
     found = read(SOUND)
     assert found.problems == []
-    assert found.parameters == [Parameter("w", "F32", (4, 4))]
-    assert found.inputs == [Parameter("x", "F32", (-1, 4))]
-    assert found.outputs == [Parameter("y", "F32", (-1, 4))]
+    assert found.parameters == [ProgramTensor("w", "F32", (4, 4))]
+    assert found.inputs == [ProgramTensor("x", "F32", (-1, 4))]
+    assert found.outputs == [ProgramTensor("y", "F32", (-1, 4))]
     assert found.operators == {"feed": 1, "matmul_v2": 1, "fetch": 1}
 
 
@@ -170,7 +170,7 @@ def test_sound_program(read: Read) -> None:
 def test_every_dtype(dtype: int, read: Read) -> None:
     found = read(program(block(0, -1, *VARS, var("p", (2, 0, 3), dtype, saved=True), *OPS)))
     assert found.problems == []
-    assert found.parameters[0] == Parameter("p", BY_NUMBER[dtype].dtype, (2, 0, 3))
+    assert found.parameters[0] == ProgramTensor("p", BY_NUMBER[dtype].dtype, (2, 0, 3))
 
 
 def test_parameters_are_sorted_as_python_does(read: Read) -> None:
@@ -185,7 +185,7 @@ def test_parameters_of_inner_blocks_count_once(read: Read) -> None:
     loop = op("while", ["x"], [], attr("sub_block", BLOCK, number(12, 1)))
     found = read(program(block(0, -1, *VARS, *OPS, loop), block(1, 0, *inner)))
     assert found.problems == []
-    assert found.parameters == [Parameter("v", "F32", (3,)), Parameter("w", "F32", (4, 4))]
+    assert found.parameters == [ProgramTensor("v", "F32", (3,)), ProgramTensor("w", "F32", (4, 4))]
     assert found.blocks == 2
     assert found.operators == {"feed": 1, "matmul_v2": 1, "fetch": 1, "while": 1, "f": 1}
 
@@ -203,10 +203,10 @@ def test_ends_stand_in_the_order_of_their_columns(read: Read) -> None:
     found = read(program(block(0, -1, *ends, *fed, fetch("b", 1), fetch("a", 0))))
     assert found.problems == []
     assert found.inputs == [
-        Parameter("a", "F32", (1,)),
-        Parameter("b", "I64", (2,)),
-        Parameter("c", "data_type 36", (-1,)),
-        Parameter("s", "STRINGS", ()),
+        ProgramTensor("a", "F32", (1,)),
+        ProgramTensor("b", "I64", (2,)),
+        ProgramTensor("c", "data_type 36", (-1,)),
+        ProgramTensor("s", "STRINGS", ()),
     ]
     assert [p.name for p in found.outputs] == ["a", "b"]
 
@@ -225,7 +225,7 @@ def test_fields_of_later_versions_are_passed_over(read: Read) -> None:
     o = message(4, arguments(1, {"X": ["p"]}), message(3, b"f"), more, attr("a", INT, number(3, 1), more))
     found = read(program(block(0, -1, *VARS, v, *OPS, o, more)) + more)
     assert found.problems == []
-    assert found.parameters[0] == Parameter("p", "F32", (2,))
+    assert found.parameters[0] == ProgramTensor("p", "F32", (2,))
 
 
 def test_packed_numbers(read: Read) -> None:
@@ -233,7 +233,7 @@ def test_packed_numbers(read: Read) -> None:
     v = message(3, message(1, b"p"), kind, number(3, 1))
     o = op("f", [], [], attr("blocks", BLOCKS, message(14, varint(0), varint(1))))
     found = read(program(block(0, -1, *VARS, v, *OPS, o)))
-    assert found.parameters[0] == Parameter("p", "F32", (3, 300))
+    assert found.parameters[0] == ProgramTensor("p", "F32", (3, 300))
     assert [p.text for p in found.problems] == ["the operator has block 1 inside, and the program has 1"]
 
 

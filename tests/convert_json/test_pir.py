@@ -14,7 +14,7 @@ from ckpttool.containers import json_stream as _json_stream
 from ckpttool.errors import CorruptError, IncompleteError
 from ckpttool.formats.paddle.pir import NEWEST, PROBLEMS, looks_like_pir, read_pir
 from ckpttool.formats.paddle.pir_patches import patched
-from ckpttool.formats.paddle.program_parts import Parameter, Program
+from ckpttool.formats.paddle.program_parts import Program, ProgramTensor
 from tests.convert_json.programs import (
     attribute,
     block,
@@ -50,12 +50,12 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert found.problems == []
     assert (found.kind, found.version, found.trainable, found.blocks) == ("pir", 4, True, 3)
     assert found.parameters == [
-        Parameter("linear_0.b_0", "F32", (4,)),
-        Parameter("linear_0.w_0", "F32", (4, 4)),
-        Parameter("steps", "I64", (3,)),
+        ProgramTensor("linear_0.b_0", "F32", (4,)),
+        ProgramTensor("linear_0.w_0", "F32", (4, 4)),
+        ProgramTensor("steps", "I64", (3,)),
     ]
-    assert found.inputs == [Parameter("x", "F32", (-1, 4))]
-    assert found.outputs == [Parameter("out", "F32", (-1, 4))]
+    assert found.inputs == [ProgramTensor("x", "F32", (-1, 4))]
+    assert found.outputs == [ProgramTensor("out", "F32", (-1, 4))]
     assert found.operators["builtin.parameter"] == 3
     assert found.operators["pd_op.if"] == 1
     assert found.operators["cf.yield"] == 2
@@ -181,7 +181,7 @@ def test_data_that_persists_is_in_the_parameter_file(tmp_path: Path) -> None:
     ops_of(data).insert(0, state)
     found = read(tmp_path, data)
     assert found.problems == []
-    assert Parameter("linear_0.w_0_moment1_0", "F32", (4, 4)) in found.parameters
+    assert ProgramTensor("linear_0.w_0_moment1_0", "F32", (4, 4)) in found.parameters
     assert [p.name for p in found.inputs] == ["x"]
 
 
@@ -210,7 +210,7 @@ def test_a_parameter_in_the_long_form(tmp_path: Path) -> None:
     ops_of(data)[ops_of(data).index(p)] = long
     found = read(tmp_path, data)
     assert found.problems == []
-    assert Parameter("w", "I64", (3,)) in found.parameters
+    assert ProgramTensor("w", "I64", (3,)) in found.parameters
 
 
 @pytest.mark.parametrize("text", [b"\xef\xbb\xbf" + dumped(usual()), b"\n \t" + dumped(usual()) + b" \r\n"])

@@ -38,7 +38,7 @@ from ckpttool.execute.draws import tensor_draws
 from ckpttool.execute.schedule import computing_task
 from ckpttool.execute.worker_pool import Answer
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Tensor
+from ckpttool.kernels.merge.base import MergeTensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from tests.execute.merges import merge_plan
 from tests.execute.plans import pattern, reshard, source
@@ -275,7 +275,7 @@ def test_methods_say_how_many_passes_they_take() -> None:
             count = min(method.models[1] or 2, 2)
             each = {k: 0.7 if p.default is None else p.default for k, p in method.per_model.items()}
             each |= {"density": 0.5} if "density" in each else {}
-            tensor = Tensor(
+            tensor = MergeTensor(
                 "t", (300, 200), (each,) * count, whole, method.base == "needed", CounterDraws(1, "t"), None
             )
             flat = [m.reshape(-1) for m in models]

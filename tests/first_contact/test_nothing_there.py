@@ -53,7 +53,7 @@ def test_an_index_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("", "which is no name"),
+        ("", "which is not a name"),
         (".", "which is a directory"),
         ("..", "which is outside of the checkpoint"),
         ("/etc/passwd", "which is outside of the checkpoint"),

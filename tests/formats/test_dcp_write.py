@@ -12,13 +12,13 @@ import pytest
 
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.execute.files import FilePool
-from ckpttool.formats.torch.dcp_metadata import Described, Entry, read_metadata
+from ckpttool.formats.torch.dcp_metadata import DcpEntry, DcpTensor, read_metadata
 from tests.formats.test_dcp import FIXTURES, checkpoint, tensors
 from tests.helpers.command import refused, reshard
 from tests.helpers.dcp import rows, write_save
 
 
-def entries(save: Path) -> dict[str, Entry]:
+def entries(save: Path) -> dict[str, DcpEntry]:
     names: list[str] = []
 
     def number(name: str) -> int:
@@ -39,7 +39,7 @@ def test_rows_over_files(files: int, tmp_path: Path) -> None:
     data, found = slices(tmp_path / "out"), entries(tmp_path / "out")
     assert sorted(data) == list(range(files))
     for e in found.values():
-        assert isinstance(e.value, Described)
+        assert isinstance(e.value, DcpTensor)
         assert e.path == ("model", e.fqn.removeprefix("model."))
         each = -(-e.value.shape[0] // files)
         assert [c.box.start[0] for c in e.value.chunks] == list(range(0, e.value.shape[0], each))
@@ -64,7 +64,7 @@ def test_a_chunk_is_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(FilePool, "write", noted)
     reshard(FIXTURES / "hf_mixtral" / "checkpoint", tmp_path / "out", "--to", "dcp", "--sharding-out", 2)
-    chunks = [c for e in entries(tmp_path / "out").values() if isinstance(e.value, Described) for c in e.value.chunks]
+    chunks = [c for e in entries(tmp_path / "out").values() if isinstance(e.value, DcpTensor) for c in e.value.chunks]
     for file in range(2):
         mine = written[f"__{file}_0.distcp"]
         assert len(set(mine)) == len(mine) <= 2 * sum(c.span[0] == file for c in chunks) + 1
@@ -82,8 +82,8 @@ def test_a_save_keeps_its_keys(name: str, tmp_path: Path) -> None:
     assert {f: e.path for f, e in after.items()} == {f: before[f].path for f in after}
     for fqn, e in after.items():
         a, b = before[fqn].value, e.value
-        assert isinstance(a, Described) == isinstance(b, Described)
-        if isinstance(a, Described) and isinstance(b, Described):
+        assert isinstance(a, DcpTensor) == isinstance(b, DcpTensor)
+        if isinstance(a, DcpTensor) and isinstance(b, DcpTensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
     first, second = checkpoint(source), checkpoint(tmp_path / "out")
     assert first.stored.training == second.stored.training
@@ -114,7 +114,7 @@ def test_odd_shapes(tmp_path: Path) -> None:
     reshard(FIXTURES / "uneven" / "checkpoint", tmp_path / "out", "--to", "dcp", "--sharding-out", 20)
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 20
     for e in entries(tmp_path / "out").values():
-        if not isinstance(e.value, Described):  # what the trainer keeps beside them
+        if not isinstance(e.value, DcpTensor):  # what the trainer keeps beside them
             continue
         volumes = [c.box.volume for c in e.value.chunks]
         assert all(volumes) or volumes == [0]
@@ -135,7 +135,7 @@ def test_paddle_becomes_dcp_and_comes_back(tmp_path: Path) -> None:
     ):
         assert fqn in found, sorted(found)[:5]
     step = found[f"optimizer.state.{name}.step"].value
-    assert isinstance(step, Described)
+    assert isinstance(step, DcpTensor)
     assert (step.dtype, step.shape) == ("F32", ())
     one = set(open_checkpoint(tmp_path / "out").components)
     assert one == {"model", "master_weights", "optimizer"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ckpttool
-from ckpttool.containers.pickle import Global, Record
+from ckpttool.containers.pickle import Global, PickledObject
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats.megatron.args import model_config, options, plain_args
@@ -285,7 +285,19 @@ def test_yarn_of_old_releases_is_asked_for() -> None:
         config_of(args)
 
 
-HOSTILE = ["80", -1, 0, 10**30, 3.5, float("nan"), True, [80], {}, Record("os.system", {}), Global("os", "system")]
+HOSTILE = [
+    "80",
+    -1,
+    0,
+    10**30,
+    3.5,
+    float("nan"),
+    True,
+    [80],
+    {},
+    PickledObject("os.system", {}),
+    Global("os", "system"),
+]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda v: type(v).__name__)
@@ -302,7 +314,7 @@ def test_values_of_a_wrong_kind(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["swiglu", "untie_embeddings_and_output_weights", "normalization", "moe_layer_freq"])
 def test_hostile_flags_and_texts(name: str) -> None:
-    for value in ("x" * 10_000, 7.5, [1], Record("builtins.eval", {})):
+    for value in ("x" * 10_000, 7.5, [1], PickledObject("builtins.eval", {})):
         with pytest.raises(CkptError) as e:
             config_of(args_of(OWN["Qwen3-235B"]) | {name: value})
         assert len(str(e.value)) < 300
@@ -399,8 +411,8 @@ def test_how_many_rows_are_true(tmp_path: Path) -> None:
 
 
 def test_what_a_pickle_holds() -> None:
-    assert plain_args(Record("argparse.Namespace", {"num_layers": 3})) == {"num_layers": 3}
-    for value in (None, {"num_layers": 3}, Record("os.environ", {"num_layers": 3}), 7):
+    assert plain_args(PickledObject("argparse.Namespace", {"num_layers": 3})) == {"num_layers": 3}
+    for value in (None, {"num_layers": 3}, PickledObject("os.environ", {"num_layers": 3}), 7):
         assert plain_args(value) == {}
 
 

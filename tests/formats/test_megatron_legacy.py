@@ -18,7 +18,7 @@ import pytest
 
 from ckpttool.checkpoint import open_checkpoint
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError, UsageError
-from ckpttool.formats.base import Training
+from ckpttool.formats.base import TrainingState
 from ckpttool.formats.megatron import buffers
 from ckpttool.formats.megatron.legacy_ranks import directories, grid_of
 from tests.helpers import tensorfile
@@ -495,7 +495,7 @@ def test_frozen_parameters_have_no_number(frozen: str, known: bool, tmp_path: Pa
     gone = {k for k in before.catalog.tensors if k not in found.catalog.tensors}
     assert gone
     assert gone == {k for k in before.catalog.tensors if k.component != "model" and re.search(frozen, k.name)}
-    held = {n for g in (found.stored.training or Training()).groups for n in g.parameters}
+    held = {n for g in (found.stored.training or TrainingState()).groups for n in g.parameters}
     assert held == {k.name for k in before.catalog.tensors if k.component == "model"} - {k.name for k in gone}
     reshard(PLAIN, tmp_path / "a", "--to", "ranks", "--tp-out", 1)
     reshard(run, tmp_path / "b", "--to", "ranks", "--tp-out", 1)
@@ -547,7 +547,7 @@ def test_the_size_says_the_buckets() -> None:
     parameters = [("a", (70,)), ("b", (10, 10)), ("c", (64,)), ("d", (3,))]
     for size in (None, 1, 60, 128, 200):
         at, total = buffers.offsets(parameters, size=size)
-        assert buffers.fit(parameters, total) == buffers.Fit(at, False, 326)
+        assert buffers.fit(parameters, total) == buffers.BufferFit(at, False, 326)
     assert not buffers.fit(parameters, 300).offsets
 
 
@@ -555,7 +555,7 @@ def test_two_ways_that_fit_are_refused() -> None:
     """The gap behind either of two equal parameters may be the one that a bucket's end left out."""
     parameters = [("a", (64,)), ("b", (100,)), ("c", (100,)), ("d", (36,))]
     one, total = buffers.offsets(parameters, size=136)
-    assert buffers.fit(parameters, total) == buffers.Fit({}, True, 384)
+    assert buffers.fit(parameters, total) == buffers.BufferFit({}, True, 384)
     found = buffers.fit([("a", (100,)), ("b", (36,)), ("c", (100,))], 100 + 36 + 100 + 28, alone=[{"c"}, {"b"}])
     assert (found.several, dict(found.offsets)) == (True, {})
     said = buffers.fit(parameters, total, sizes=(136,))

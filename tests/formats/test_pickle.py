@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
-from ckpttool.containers.pickle import Array, Record
+from ckpttool.containers.pickle import PickledArray, PickledObject
 from ckpttool.core.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.execute.reader import read_block
@@ -46,7 +46,7 @@ CODES = list(NAMES)
 NUMPY = {name: code for code, name in NAMES.items()} | {"C128": "c16"}
 
 
-def load(a: Array) -> np.ndarray[Any, Any]:
+def load(a: PickledArray) -> np.ndarray[Any, Any]:
     """The elements at the place that an Array names."""
     data = read_block(a.file.contents, a.offset, (1,), (a.nbytes,), "U8")
     return data.view(NUMPY[a.dtype]).reshape(a.shape, order="F" if a.fortran else "C")
@@ -56,7 +56,7 @@ class Class:
     """What stands for Paddle's metadata classes when a test really unpickles."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and self.__dict__ == other.fields
+        return isinstance(other, PickledObject) and self.__dict__ == other.fields
 
     def __hash__(self) -> int:
         return 0
@@ -78,15 +78,15 @@ def really(path: Path) -> Any:
 def assert_same(read: Any, real: Any) -> None:
     """What was read is what unpickling gives, with Array for ndarray and Record for instances."""
     if isinstance(real, tuple) and len(real) == 2 and isinstance(real[1], np.ndarray):
-        assert isinstance(read, Array)
+        assert isinstance(read, PickledArray)
         assert read.name == real[0]
         real = real[1]
     if isinstance(real, np.ndarray):
-        assert isinstance(read, Array)
+        assert isinstance(read, PickledArray)
         found = load(read)
         assert (found.dtype, found.shape, found.tobytes()) == (real.dtype, real.shape, real.tobytes())
     elif isinstance(real, Class):
-        assert isinstance(read, Record)
+        assert isinstance(read, PickledObject)
         assert_same(read.fields, real.__dict__)
     elif isinstance(real, dict):
         assert type(read) is dict
@@ -158,7 +158,7 @@ def test_optimizer() -> None:
 
 def test_metadata_has_numbers_and_records_as_keys() -> None:
     top = read_pickle(FIXTURES / "scalars.metadata")
-    assert isinstance(top, Record)
+    assert isinstance(top, PickledObject)
     assert top.cls == "Metadata"
     keys = list(top.fields["storage_metadata"])
     assert {k.cls for k in keys} == {"LocalTensorIndex"}
@@ -167,7 +167,7 @@ def test_metadata_has_numbers_and_records_as_keys() -> None:
     ranges = [k.fields["flattened_range"] for k in keys]
     assert all(type(n) is int for r in ranges if r is not None for n in r)
     assert keys[0] in top.fields["storage_metadata"]
-    assert keys[0] != Record(*keys[0])
+    assert keys[0] != PickledObject(*keys[0])
 
 
 def test_sniff(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_name_and_an_array_are_a_tensor_however_they_are_put_together(tmp_path
         dump(tmp_path / "x", {"a": Named(), "b": ("w", same), "c": (same, "w"), "d": Pair(), "e": (1, ("v", same))})
     )
     assert read["a"].name == read["b"].name == "w"
-    assert [type(v) for v in read["c"]] == [Array, str]
+    assert [type(v) for v in read["c"]] == [PickledArray, str]
     assert read["d"] == ("w", 1, 2)
     assert read["e"][1].name == "v"
     assert read["c"][0].offset == read["b"].offset != read["a"].offset

@@ -206,7 +206,7 @@ MISUSED: dict[str, tuple[bytes, str]] = {
     "a class as a value": (b"]" + RECORD + b"a", "itself"),
     "a class as a key": (b"}" + RECORD + b"Ns", "itself"),
     "a list as a key": (b"}]Ns", "key of type list"),
-    "an array as a key": (b"}" + array(b")", F4, b"C\x04abcd") + b"Ns", "key of type Array"),
+    "an array as a key": (b"}" + array(b")", F4, b"C\x04abcd") + b"Ns", "key of type PickledArray"),
     "deep key": (b"}N\x85\x85\x85Ns", "key of type tuple"),
 }
 

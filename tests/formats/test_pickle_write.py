@@ -18,8 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
-from ckpttool.containers.pickle import Array, Record
-from ckpttool.containers.pickle_write import _CODES, Call, Hole, Instance, Written, layout_pickle, plain_pickle
+from ckpttool.containers.pickle import PickledArray, PickledObject
+from ckpttool.containers.pickle_write import (
+    _CODES,
+    Hole,
+    Instance,
+    PickledCall,
+    PickleSkeleton,
+    layout_pickle,
+    plain_pickle,
+)
 from ckpttool.core.dtypes import nbytes
 from ckpttool.core.files import DataFile
 from ckpttool.errors import UnsupportedError
@@ -43,7 +51,7 @@ def holes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
             yield from holes(v, (*path, i))
 
 
-def fill(value: Any, path: Path) -> Written:
+def fill(value: Any, path: Path) -> PickleSkeleton:
     """Write the file as an executor does: literals at their offsets, payloads at theirs, and nothing else."""
     written = layout_pickle(value)
     data = bytearray(written.size)
@@ -242,7 +250,7 @@ def test_instances(tmp_path: Path) -> None:
     read = read_pickle(path)
 
     def plain(v: Any) -> Any:
-        if isinstance(v, Record | Instance):
+        if isinstance(v, PickledObject | Instance):
             return v.cls, plain(v.fields)
         if isinstance(v, Mapping):
             return [(plain(k), plain(x)) for k, x in v.items()]
@@ -258,7 +266,8 @@ def test_instances_as_keys_do_not_meet_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, object(), np.float32(1), 1j, bytearray(b"a"), Array("F32", (), 0, 4, DataFile(Path("x"), 4, ""))]
+    "value",
+    [{1}, object(), np.float32(1), 1j, bytearray(b"a"), PickledArray("F32", (), 0, 4, DataFile(Path("x"), 4, ""))],
 )
 def test_values_that_cannot_be_written(value: Any) -> None:
     with pytest.raises(UnsupportedError, match="cannot be written") as e:
@@ -307,8 +316,8 @@ def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, v
     assert_equal(unpickled(path), expected(value))
     read = read_pickle(path)
 
-    def arrays(v: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Array]]:
-        if isinstance(v, Array):
+    def arrays(v: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], PickledArray]]:
+        if isinstance(v, PickledArray):
             yield at, v
         elif isinstance(v, dict | list | tuple):
             for k, x in v.items() if isinstance(v, dict) else enumerate(v):
@@ -320,7 +329,11 @@ def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, v
 
 
 def test_equal_calls_are_made_once() -> None:
-    calls = [Call("builtins", "slice", (0, 4)), Call("builtins", "slice", (0, 8)), Call("builtins", "slice", (0, 4))]
+    calls = [
+        PickledCall("builtins", "slice", (0, 4)),
+        PickledCall("builtins", "slice", (0, 8)),
+        PickledCall("builtins", "slice", (0, 4)),
+    ]
     data = plain_pickle(calls)
     assert pickle.loads(data) == [slice(0, 4), slice(0, 8), slice(0, 4)]  # noqa: S301 - it was just made
     assert sum(op.name == "REDUCE" for op, _, _ in pickletools.genops(data)) == 2

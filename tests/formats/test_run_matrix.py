@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.formats.base import Training
+from ckpttool.formats.base import TrainingState
 from ckpttool.formats.registry import WRITERS
-from ckpttool.formats.torch.dcp_metadata import Described, read_metadata
+from ckpttool.formats.torch.dcp_metadata import DcpTensor, read_metadata
 from tests.helpers.command import Done, ckpttool, reshard
 from tests.helpers.dcp import rows, write_save
 from tests.helpers.torch_load import torch_load
@@ -80,11 +80,11 @@ def put_down(name: str, folder: Path) -> Path:
     return save_run(folder, tensors, groups=of, plain=PLAIN, step=run.step)
 
 
-def training(folder: Path) -> Training:
-    return open_checkpoint(folder).stored.training or Training()
+def training(folder: Path) -> TrainingState:
+    return open_checkpoint(folder).stored.training or TrainingState()
 
 
-def by_parameter(said: Training) -> dict[str, Mapping[str, Any]]:
+def by_parameter(said: TrainingState) -> dict[str, Mapping[str, Any]]:
     return {n: {k: v for k, v in g.values.items() if k != "step"} for g in said.groups for n in g.parameters}
 
 
@@ -92,7 +92,7 @@ def named(word: str, notes: str) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", line) for line in notes.splitlines() if "note:" in line)
 
 
-def lost(src: Training, out: Training, notes: str, *, counted: bool) -> list[str]:
+def lost(src: TrainingState, out: TrainingState, notes: str, *, counted: bool) -> list[str]:
     """What was in ``src`` and is neither in ``out`` nor in a note; ``counted``: the state has steps."""
     found = []
     have = out.plain
@@ -140,7 +140,7 @@ def moved(src: Path, dst: Path, to: str, *more: object) -> Done:
     return ckpttool("reshard", src, dst, *options(to), *more, "--unfuse") if "--unfuse" in done.err else done
 
 
-def in_ranks(src: Path, dst: Path, to: str, name: str) -> Training:
+def in_ranks(src: Path, dst: Path, to: str, name: str) -> TrainingState:
     """What a checkpoint holds, under the names of Hugging Face."""
     paddle = WRITERS[to].capabilities.states == "paddle" and RUNS[name].states
     reshard(src, dst, "--to", "ranks", *ONE, *(("--betas", "0.9,0.95") if paddle else ()))
@@ -234,7 +234,7 @@ def kept(save: Path) -> dict[str, tuple[Any, Any]]:
 
     out = {}
     for e in [*read_metadata(save / ".metadata", number)]:
-        if not isinstance(e.value, Described):
+        if not isinstance(e.value, DcpTensor):
             file, begin, size = e.value
             out[e.fqn] = e.path, torch_load(io.BytesIO((save / files[file]).read_bytes()[begin : begin + size]))
     return out

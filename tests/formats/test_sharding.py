@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpttool.core.catalog import RankTensor
 from ckpttool.core.geometry import Box, whole
-from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owners, padded
+from ckpttool.formats.paddle.sharding import ITEMSIZE, TrainableParam, buffers, flat_slices, owners, padded
 from tests.helpers.arrays import index
 
 LLAMA = [2048, 1024, 512, 512, 1024, 2560, 2560, 2560, 32, 32, 1024, 512, 512, 1024, 2560, 2560, 2560, 32, 32, 32, 2048]
@@ -42,12 +42,12 @@ def test_a_parameter_is_padded_to_256_bytes_for_every_rank(numel: int, dtype: st
 
 
 PARAMS = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(sorted(ITEMSIZE))), max_size=12).map(
-    lambda found: [Param(f"p{i}", dtype, n) for i, (n, dtype) in enumerate(found)]
+    lambda found: [TrainableParam(f"p{i}", dtype, n) for i, (n, dtype) in enumerate(found)]
 )
 
 
 @given(PARAMS, st.integers(1, 5), st.integers(1, 20000))
-def test_ranks_hold_even_parts_of_buffers(params: list[Param], ranks: int, limit: int) -> None:
+def test_ranks_hold_even_parts_of_buffers(params: list[TrainableParam], ranks: int, limit: int) -> None:
     made = buffers(params, ranks, limit)
     assert sorted(n for b in made for n in b.starts) == sorted(p.name for p in params)
     by_name = {p.name: p for p in params}
@@ -67,7 +67,7 @@ def test_ranks_hold_even_parts_of_buffers(params: list[Param], ranks: int, limit
 
 
 @given(PARAMS, st.integers(1, 20000))
-def test_a_buffer_is_closed_when_it_has_the_limit(params: list[Param], limit: int) -> None:
+def test_a_buffer_is_closed_when_it_has_the_limit(params: list[TrainableParam], limit: int) -> None:
     for dtype in ITEMSIZE:
         mine = [p for p in params if p.dtype == dtype]
         groups: list[list[str]] = []
@@ -83,19 +83,31 @@ def test_a_buffer_is_closed_when_it_has_the_limit(params: list[Param], limit: in
 
 
 def test_a_buffer_of_just_the_limit_is_closed() -> None:
-    made = buffers([Param("a", "BF16", 64), Param("b", "BF16", 64), Param("c", "BF16", 64)], 2, limit=256)
+    made = buffers(
+        [TrainableParam("a", "BF16", 64), TrainableParam("b", "BF16", 64), TrainableParam("c", "BF16", 64)],
+        2,
+        limit=256,
+    )
     assert [list(b.starts) for b in made] == [["a", "b"], ["c"]]
 
 
 def test_buffers_come_by_dtype() -> None:
-    made = buffers([Param("a", "F32", 1), Param("b", "F16", 1), Param("c", "BF16", 1), Param("d", "F32", 1)], 2)
+    made = buffers(
+        [
+            TrainableParam("a", "F32", 1),
+            TrainableParam("b", "F16", 1),
+            TrainableParam("c", "BF16", 1),
+            TrainableParam("d", "F32", 1),
+        ],
+        2,
+    )
     assert [list(b.starts) for b in made] == [["c"], ["b"], ["a", "d"]]
 
 
 def test_an_empty_parameter_is_held_by_nobody() -> None:
-    (made,) = buffers([Param("a", "BF16", 0), Param("b", "BF16", 5)], 2)
+    (made,) = buffers([TrainableParam("a", "BF16", 0), TrainableParam("b", "BF16", 5)], 2)
     assert made.spans("a") == []
-    (empty,) = buffers([Param("a", "BF16", 0)], 2)
+    (empty,) = buffers([TrainableParam("a", "BF16", 0)], 2)
     assert empty.spans("a") == []
 
 

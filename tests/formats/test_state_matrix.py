@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.formats.ranks import Ranks
+from ckpttool.formats.ranks import RankFiles
 from ckpttool.formats.registry import READERS, WRITERS
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.tensorfile import Raw, Tensors, assert_same, read_all
@@ -163,7 +163,7 @@ def place(name: str, folder: Path) -> Path:
 def held(src: Path, dst: Path, dialect: str, monkeypatch: pytest.MonkeyPatch) -> Tensors:
     """What ``src`` holds, with states as it calls them, and parameters as ``dialect`` does."""
     with monkeypatch.context() as patch:
-        patch.setattr(Ranks, "dialect", dialect)
+        patch.setattr(RankFiles, "dialect", dialect)
         reshard(src, dst, "--to", "ranks", *ONE)
     return read_all(dst, "rank-*")
 

@@ -12,15 +12,15 @@ import pytest
 
 import ckpttool
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.containers.pickle import Global, Record
-from ckpttool.containers.pickle_write import Call, Hole
-from ckpttool.containers.torch_pickle import Storage, Tensor
+from ckpttool.containers.pickle import Global, PickledObject
+from ckpttool.containers.pickle_write import Hole, PickledCall
+from ckpttool.containers.torch_pickle import Storage, TorchTensor
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.core.catalog import Key
 from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
-from ckpttool.formats.torch.numbered import Doubt, deal, names_of
-from ckpttool.formats.torch.placement import Placement, boxes_of, parts_of
+from ckpttool.formats.torch.numbered import AmbiguousNumber, deal, names_of
+from ckpttool.formats.torch.placement import AxisPlacement, boxes_of, parts_of
 from tests.formats.test_torch_bin import headers
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
@@ -211,7 +211,7 @@ def test_a_full_state_dict_of_accelerate(tmp_path: Path) -> None:
 
 def test_nothing_of_a_pickle_is_executed(tmp_path: Path) -> None:
     source = copied("fsdp1", tmp_path)
-    write(source / "extra_state_world_size_2_rank_0.pt", {"hook": Call("os", "system", ("touch canary",))})
+    write(source / "extra_state_world_size_2_rank_0.pt", {"hook": PickledCall("os", "system", ("touch canary",))})
     assert "os.system" in refused(source, tmp_path / "out", "--to", "hf")
     assert not Path("canary").exists()
 
@@ -230,7 +230,7 @@ def test_fsdp_on_top_of_tp_holds_what_each_tp_rank_has() -> None:
         if i >= dp or j >= tp:
             continue
         at = (i, j)
-        _, boxes = boxes_of((rows,), (dp, tp), at, (Placement(0, tp), Placement(0)))
+        _, boxes = boxes_of((rows,), (dp, tp), at, (AxisPlacement(0, tp), AxisPlacement(0)))
         outer = -(-rows // tp)
         lo, hi = min(rows, at[1] * outer), min(rows, (at[1] + 1) * outer)
         inner = -(-(hi - lo) // dp)
@@ -240,7 +240,7 @@ def test_fsdp_on_top_of_tp_holds_what_each_tp_rank_has() -> None:
 
 def test_a_strided_shard_by_itself_has_several_boxes() -> None:
     """torch's own example: nine rows, split factor 2, four ranks."""
-    placements = (Placement(0, 2),)
+    placements = (AxisPlacement(0, 2),)
     found = [boxes_of((9,), (4,), (r,), placements) for r in range(4)]
     rows = [[i for _, b in boxes for i in range(b.start[0], b.stop[0])] for _, boxes in found]
     assert rows == [[0, 1, 5], [2, 3, 6], [4, 7], [8]]
@@ -248,41 +248,44 @@ def test_a_strided_shard_by_itself_has_several_boxes() -> None:
 
 
 def test_left_to_right_unless_an_order_is_said() -> None:
-    placements = (Placement(0), Placement(0))
+    placements = (AxisPlacement(0), AxisPlacement(0))
     assert str(boxes_of((8,), (2, 2), (0, 1), placements)[1][0][1]) == "[2:4]"
     assert str(boxes_of((8,), (2, 2), (0, 1), placements, ((0, (1, 0)),))[1][0][1]) == "[4:6]"
 
 
 # -- what other versions of torch write
 
-LOCAL = Tensor("F32", Storage("F32", "0", 12), 0, (2, 3), (3, 1))
+LOCAL = TorchTensor("F32", Storage("F32", "0", 12), 0, (2, 3), (3, 1))
 
 
-def dtensor(module: str, mesh: dict[str, Any], placements: list[Record], local: Any = LOCAL) -> Record:
+def dtensor(module: str, mesh: dict[str, Any], placements: list[PickledObject], local: Any = LOCAL) -> PickledObject:
     cls = Global(module, "DTensor")
-    spec = {"mesh": Record("x.DeviceMesh", mesh), "placements": tuple(placements), "tensor_meta": None}
-    slots = {"_local_tensor": local, "_spec": Record("x.DTensorSpec", spec)}
+    spec = {"mesh": PickledObject("x.DeviceMesh", mesh), "placements": tuple(placements), "tensor_meta": None}
+    slots = {"_local_tensor": local, "_spec": PickledObject("x.DTensorSpec", spec)}
     arguments = (cls, Global("torch", "float32"), (4, 3), (3, 1), 0, None, None, False)
-    return Record(
+    return PickledObject(
         "torch._tensor._rebuild_from_type_v2",
         {"args": (Global("torch._utils", "_rebuild_wrapper_subclass"), cls, arguments, (None, slots))},
     )
 
 
-def shard(dim: int, **more: Any) -> Record:
-    return Record(
+def shard(dim: int, **more: Any) -> PickledObject:
+    return PickledObject(
         "torch.distributed.tensor.placement_types." + ("_StridedShard" if more else "Shard"), {"dim": dim, **more}
     )
 
 
-RANKS = Tensor("I64", Storage("I64", "1", 4), 0, (2, 2), (2, 1))
+RANKS = TorchTensor("I64", Storage("I64", "1", 4), 0, (2, 2), (2, 1))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2.1 to 2.9": {"mesh": RANKS, "_coordinate_on_dim": [1, 0], "_flatten_mesh_list": (0, 1, 2, 3)},
-    "2.10": {"_layout": Record("x._MeshLayout", {"shape": (2, 2), "stride": (2, 1)}), "_coordinate_on_dim": (1, 0)},
+    "2.10": {
+        "_layout": PickledObject("x._MeshLayout", {"shape": (2, 2), "stride": (2, 1)}),
+        "_coordinate_on_dim": (1, 0),
+    },
     "2.13": {
-        "_layout": Record(
+        "_layout": PickledObject(
             "x._MeshLayout",
-            {"axes": tuple(Record("x._FlatLayout", {"shape": (2,), "stride": (n,)}) for n in (2, 1))},
+            {"axes": tuple(PickledObject("x._FlatLayout", {"shape": (2,), "stride": (n,)}) for n in (2, 1))},
         ),
         "_coordinate_on_dim": (1, 0),
     },
@@ -292,7 +295,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("version", LAYOUTS)
 @pytest.mark.parametrize("module", ["torch.distributed._tensor.api", "torch.distributed.tensor"])
 def test_meshes_of_all_versions(version: str, module: str) -> None:
-    placed = [shard(0), Record("torch.distributed._tensor.placement_types.Replicate", {})]
+    placed = [shard(0), PickledObject("torch.distributed._tensor.placement_types.Replicate", {})]
     parts = parts_of(dtensor(module, LAYOUTS[version], placed), "w", "file")
     assert parts is not None
     (part,) = parts
@@ -302,7 +305,7 @@ def test_meshes_of_all_versions(version: str, module: str) -> None:
 
 def test_placements_that_hold_no_boxes_are_refused() -> None:
     mesh = LAYOUTS["2.10"]
-    partial = Record("torch.distributed.tensor.placement_types.Partial", {"reduce_op": "sum"})
+    partial = PickledObject("torch.distributed.tensor.placement_types.Partial", {"reduce_op": "sum"})
     with pytest.raises(UnsupportedError, match="placed as Partial"):
         parts_of(dtensor("torch.distributed.tensor", mesh, [shard(0), partial]), "w", "file")
     with pytest.raises(ConflictError, match=r"holds \[2, 3\] of `w` \[4, 3\], its placements say \[1, 3\]"):
@@ -310,7 +313,7 @@ def test_placements_that_hold_no_boxes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"before 2\.5"):
         parts_of(dtensor("torch.distributed._tensor.api", mesh, [shard(0), shard(0)]), "w", "file")
     with pytest.raises(UnsupportedError, match="not a plain tensor"):
-        parts_of(dtensor("torch.distributed.tensor", mesh, [shard(0)], Record("x.Float8", {})), "w", "file")
+        parts_of(dtensor("torch.distributed.tensor", mesh, [shard(0)], PickledObject("x.Float8", {})), "w", "file")
     for broken in ([shard(7), shard(0)], [shard(0)], [shard(0, split_factor=0), shard(0)]):
         with pytest.raises(CorruptError, match="not that of a DTensor"):
             parts_of(dtensor("torch.distributed.tensor", mesh, broken), "w", "file")
@@ -336,8 +339,8 @@ def test_numbers_that_may_stand_for_two_are_not_guessed() -> None:
     assert names_of([[(0, (2, 2)), (1, (2, 2)), (2, None)]], model, [0, 1]) == {0: "a", 1: "c", 2: "d"}
     assert names_of([[(0, (2, 2)), (1, None), (2, (2, 2))]], model, [0, 2]) == {0: "a", 1: "b", 2: "c"}
     assert names_of([[(0, None), (1, None)]], model, []) == {}  # without state, it need not be known
-    assert deal([[(0, (2, 2)), (1, None)]], model, [1]) == Doubt(1, None, "b", "d")
-    assert deal([[(0, (3,))]], model, [0]) == Doubt(0, (3,), "", "")
+    assert deal([[(0, (2, 2)), (1, None)]], model, [1]) == AmbiguousNumber(1, None, "b", "d")
+    assert deal([[(0, (3,))]], model, [0]) == AmbiguousNumber(0, (3,), "", "")
     many = [(f"p{i}", (2,)) for i in range(5000)]
     assert (
         names_of([[(i, (2,)) for i in range(2500)], [(i, (2,)) for i in range(2500, 5000)]], many, range(5000)) is None

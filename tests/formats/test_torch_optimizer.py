@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.containers.pickle_write import Call
+from ckpttool.containers.pickle_write import PickledCall
 from ckpttool.formats.torch.optimizer import is_state_dict
 from tests.helpers.command import ckpttool as command
 from tests.helpers.command import refused, reshard
@@ -342,7 +342,7 @@ KINDS = {
     "8 bit": ({"state1": np.zeros((3, 4), "u1"), "qmap1": filled((256,), 0.0), "absmax1": filled((1,), 0.0)}, "8-bit"),
     "L-BFGS": ({"old_dirs": [filled((12,), 0.0)], "func_evals": 3}, "L-BFGS"),
     "text": ({"exp_avg": filled((3, 4), 0.0), "mode": "fast"}, "the state `mode` of `0` is of the type str"),
-    "a class": ({"exp_avg": Call("torchao.optim", "OptimState8bit", (1,))}, "type torchao.optim.OptimState8bit"),
+    "a class": ({"exp_avg": PickledCall("torchao.optim", "OptimState8bit", (1,))}, "type torchao.optim.OptimState8bit"),
     "two shapes": ({"exp_avg": filled((3, 4), 0.0), "other": filled((7, 2), 0.0)}, "have different shapes"),
 }
 

@@ -10,9 +10,9 @@ from zlib import crc32
 
 import pytest
 
-from ckpttool.containers.pickle import Global, Record
-from ckpttool.containers.pickle_write import Call, Hole, Instance
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import Global, PickledObject
+from ckpttool.containers.pickle_write import Hole, Instance, PickledCall
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_write import TorchLayout, lay_out_torch
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.errors import UnsupportedError
@@ -26,8 +26,8 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
         "flags": [True, False, [], {}, ()],
         "text": "ünïcode",
         "rng": b"\x00\xff\x80",
-        "shapes": Call(
-            "collections", "OrderedDict", (), {"w": Call("torch", "Size", ((2, 3),)), "x": Hole("U8", (5,))}
+        "shapes": PickledCall(
+            "collections", "OrderedDict", (), {"w": PickledCall("torch", "Size", ((2, 3),)), "x": Hole("U8", (5,))}
         ),
     }
     laid = lay_out_torch(value, "archive")
@@ -51,7 +51,7 @@ def test_instances(tmp_path: Path) -> None:
     laid = lay_out_torch({"args": Instance("argparse", "Namespace", fields)}, "archive")
     _filled(laid, tmp_path / "x.pt")
     found = read_torch(tmp_path / "x.pt").value["args"]
-    assert isinstance(found, Record)
+    assert isinstance(found, PickledObject)
     assert found.cls == "argparse.Namespace"
     assert {**found.fields, "w": found.fields["w"].shape} == {"args": (), **fields, "w": (2,)}
     assert laid.offsets[("args", "w")] % 64 == 0
@@ -94,7 +94,7 @@ def _filled(laid: TorchLayout, path: Path) -> bytes:
 
 
 def _plain(file: TorchFile, value: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], int]) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, TorchTensor):
         found[path] = file.place(value, "t", 0).offset
         return value.dtype, value.shape
     if type(value) is dict:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.checkpoint import open_checkpoint
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.core.geometry import contiguous_strides
 from tests.helpers import tensorfile
@@ -92,7 +92,7 @@ def test_the_files_are_those_that_every_stage_looks_for(tmp_path: Path) -> None:
         assert states["epoch"] == 4
     state = read_torch(tag / "zero/optimizer_state.pt").value
     assert state["param_groups"][1]["betas"] == (0.8, 0.99)
-    assert isinstance(state["optimizer_state_dict"]["state"][0]["step"], Tensor)
+    assert isinstance(state["optimizer_state_dict"]["state"][0]["step"], TorchTensor)
     assert len(state["optimizer_state_dict"]["param_groups"]) == 2
 
 
@@ -174,7 +174,7 @@ def test_states_of_one_number_are_read_back(tmp_path: Path) -> None:
     assert ranks(tmp_path / "out", tmp_path / "back")["optimizer/a.weight/mu_product"][1].shape == ()
 
 
-def _shaped(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Tensor]:
+def _shaped(shape: tuple[int, ...], tensor: TorchTensor) -> dict[str, TorchTensor]:
     return {"param": tensor._replace(shape=shape, strides=contiguous_strides(shape))}
 
 

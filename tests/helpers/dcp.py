@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.containers.pickle_write import Hole
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.core.geometry import Box
-from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
+from ckpttool.formats.torch.dcp_metadata import DcpChunk, DcpTensor, Span, write_metadata
 
 Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
 """(offsets, sizes, number of the file) of each chunk."""
@@ -41,13 +41,13 @@ def write_save(
         sizes[file] += len(data)
         return file, sizes[file] - len(data), len(data)
 
-    described: dict[str, Described] = {}
+    described: dict[str, DcpTensor] = {}
     for fqn, (dtype, shape, boxes) in tensors.items():
         chunks = []
         for offsets, size, file in boxes:
             box = Box(offsets, tuple(a + b for a, b in zip(offsets, size, strict=True)))
-            chunks.append(Chunk(box, put(file, Hole(dtype, size))))
-        described[fqn] = Described(dtype, shape, chunks)
+            chunks.append(DcpChunk(box, put(file, Hole(dtype, size))))
+        described[fqn] = DcpTensor(dtype, shape, chunks)
     spans = {fqn: put(0, value) for fqn, value in (objects or {}).items()}
     all_paths = {fqn: (fqn,) for fqn in (*tensors, *spans)} if paths is None else paths
     for name, data in zip(files, runs, strict=True):

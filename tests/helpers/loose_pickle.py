@@ -6,7 +6,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole, Instance, Stateful
+from ckpttool.containers.pickle_write import Hole, Instance, PickledCall, Stateful
 from tests.fuzz.damage_torch import zipped
 
 
@@ -34,9 +34,11 @@ def _value(value: Any) -> bytes:
         for n in value.shape[:0:-1]:
             strides.insert(0, strides[0] * n)
         pid = _value(("storage", Global("torch", "FloatStorage"), "0", "cpu", 1 << 10)) + b"Q"
-        rest = _value((0, value.shape, tuple(strides[: len(value.shape)]), False, Call("collections", "OrderedDict")))
+        rest = _value(
+            (0, value.shape, tuple(strides[: len(value.shape)]), False, PickledCall("collections", "OrderedDict"))
+        )
         return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + rest[1:-1] + b"tR"
-    if isinstance(value, Call):
+    if isinstance(value, PickledCall):
         return _value(Global(value.module, value.name)) + _value(value.args) + b"R"
     if isinstance(value, Instance):
         return _value(Global(value.module, value.cls)) + b")\x81" + _value(dict(value.fields)) + b"b"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpttool.containers.pickle_write import Instance
 from ckpttool.core.geometry import Box
-from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
+from ckpttool.formats.torch.dcp_metadata import DcpChunk, DcpTensor, Span, write_metadata
 from tests.helpers.torch_save import torch_save
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -102,7 +102,7 @@ class Save:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True)
-        self.described: dict[str, Described] = {}
+        self.described: dict[str, DcpTensor] = {}
         self.objects: dict[str, Span] = {}
         self.data: list[bytes] = []
         self.size = 0
@@ -123,9 +123,9 @@ class Save:
         held, dtype = [], ""
         for offset, array in chunks:
             stop = tuple(a + n for a, n in zip(offset, array.shape, strict=True))
-            held.append(Chunk(Box(offset, stop), self._put(np.ascontiguousarray(array))))
+            held.append(DcpChunk(Box(offset, stop), self._put(np.ascontiguousarray(array))))
             dtype = _DTYPES[array.dtype.str]
-        self.described[fqn] = Described(dtype, shape, held)
+        self.described[fqn] = DcpTensor(dtype, shape, held)
 
     def object(self, fqn: str, value: Any) -> None:
         self.objects[fqn] = self._put([value])
@@ -157,9 +157,9 @@ def namespace(args: Mapping[str, Any]) -> Instance:
     return Instance("argparse", "Namespace", dict(args))
 
 
-def number(save: Save, value: float) -> Described:
+def number(save: Save, value: float) -> DcpTensor:
     """A tensor without axes."""
-    return Described("F32", (), [Chunk(Box((), ()), save.put_object(np.array(value, "<f4")))])
+    return DcpTensor("F32", (), [DcpChunk(Box((), ()), save.put_object(np.array(value, "<f4")))])
 
 
 def states(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:

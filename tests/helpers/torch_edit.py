@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpttool.containers.pickle import Record
+from ckpttool.containers.pickle import PickledObject
 from ckpttool.containers.pickle_write import Hole, Instance
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from tests.helpers.tensorfile import BYTES
@@ -33,15 +33,15 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _plain(file: TorchFile, content: bytes, value: Any, at: tuple[Any, ...], data: dict[tuple[Any, ...], bytes]) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, TorchTensor):
         stored = file.place(value, "tensor", 0)
         assert stored.strides is None
         data[at] = content[stored.offset : stored.offset + stored.nbytes]
         assert stored.nbytes == BYTES[value.dtype] * (len(data[at]) // BYTES[value.dtype])
         return Hole(value.dtype, value.shape)
-    if isinstance(value, Record) and value.cls == "argparse.Namespace":
+    if isinstance(value, PickledObject) and value.cls == "argparse.Namespace":
         return Instance("argparse", "Namespace", _plain(file, content, value.fields, at, data))
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return next(iter(value.fields.get("args", ())), None)
     if isinstance(value, dict):
         return {k: _plain(file, content, v, (*at, k), data) for k, v in value.items()}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import UnsupportedError
-from ckpttool.formats.base import Training
+from ckpttool.formats.base import TrainingState
 from ckpttool.formats.megatron.beside import groups_of
 from tests.fuzz.harness import watched
 from tests.helpers.torch_edit import edit
@@ -183,5 +183,5 @@ def test_links_are_not_carried(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [math.nan, math.inf, -1.0, 3.5])
 def test_steps_that_are_none(step: float) -> None:
-    with pytest.raises(UnsupportedError, match="is no number of steps"):
-        groups_of(Training(steps={"a": step}), {"a": (2,)}, experts_apart=False)
+    with pytest.raises(UnsupportedError, match="is not a number of steps"):
+        groups_of(TrainingState(steps={"a": step}), {"a": (2,)}, experts_apart=False)

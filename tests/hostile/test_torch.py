@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpttool.containers.pickle import Global
-from ckpttool.containers.pickle_write import Call, Hole, Instance, Pairs, Stateful, plain_pickle
+from ckpttool.containers.pickle_write import Hole, Instance, Pairs, PickledCall, Stateful, plain_pickle
 from tests.fuzz.damage_torch import members, with_pickle, zipped
 from tests.fuzz.harness import watched
 from tests.helpers.command import ckpttool, reshard
@@ -171,15 +171,15 @@ def test_no_file_of_a_universal_checkpoint(state: str, tmp_path: Path) -> None:
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 
-def size(*numbers: Any) -> Call:
-    return Call("torch", "Size", (numbers,))
+def size(*numbers: Any) -> PickledCall:
+    return PickledCall("torch", "Size", (numbers,))
 
 
 def metadata(court: Court, place: tuple[Any, Any, Any], shape: tuple[Any, ...], *chunks: tuple[Any, Any]) -> None:
     """A save of one tensor, of which all chunks are at one place."""
     write_save(court.src, {"model.w": ("F32", (2, 3), [((0, 0), (2, 3), 0)])})
-    layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
-    order = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
+    layout = PickledCall("torch.serialization", "_get_layout", ("torch.strided",))
+    order = PickledCall(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
     said = [Instance(_METADATA, "ChunkStorageMetadata", {"offsets": size(*a), "sizes": size(*n)}) for a, n in chunks]
     tensor = {
         "properties": Stateful(
@@ -325,7 +325,7 @@ def tensors_on(mesh: tuple[Any, ...], at: Any, *placements: Instance, shape: Any
     cls = Global(tensor, "DTensor")
     made = (cls, Global("torch", "float32"), size(*shape), (1,) * len(shape), 0)
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
-    return Call("torch._tensor", "_rebuild_from_type_v2", (wrapper, cls, made, (None, local)))
+    return PickledCall("torch._tensor", "_rebuild_from_type_v2", (wrapper, cls, made, (None, local)))
 
 
 def shard(dim: Any, split: Any = None) -> Instance:
@@ -502,8 +502,8 @@ def test_metadata_of_bytecheckpoint(part: str, field: str, value: Any, tmp_path:
     for folder, keys in (("model", ("w",)), ("optimizer", ("state", "w", "exp_avg"))):
         fqn = ".".join(keys)
         hostile = {field: value} if folder == part else {}
-        layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
-        state = (Global("torch", "float32"), layout, False, Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,)), False)
+        layout = PickledCall("torch.serialization", "_get_layout", ("torch.strided",))
+        state = (Global("torch", "float32"), layout, False, PickledCall(_METADATA, "_MEM_FORMAT_ENCODING", (0,)), False)
         chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": size(0, 0), "sizes": size(2, 3)})
         properties = Stateful(_METADATA, "TensorProperties", state)
         tensor = Instance(

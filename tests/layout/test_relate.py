@@ -16,14 +16,14 @@ from ckpttool.core.mesh import Mesh
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.layout.family import Family, _compile
 from ckpttool.layout.partition import Partitioner
-from ckpttool.layout.rules import PartitionContext, Size, parse_rule
+from ckpttool.layout.rules import CutSize, PartitionContext, parse_rule
 from ckpttool.layout.spec import FamilySpec
 from ckpttool.layout.statements import (
+    CreateTensors,
     Drop,
     DropLayers,
     Fuse,
     OverrideRules,
-    Own,
     Refuse,
     Rename,
     RotaryPairs,
@@ -223,7 +223,7 @@ def family(**sizes: int) -> Family:
 
 
 def compiled(spec: FamilySpec, **sizes: int) -> Family:
-    return Family(spec, "test.yaml", {k: Size(v) for k, v in sizes.items()}, _rules=_compile(spec, "test.yaml"))
+    return Family(spec, "test.yaml", {k: CutSize(v) for k, v in sizes.items()}, _rules=_compile(spec, "test.yaml"))
 
 
 QKV = Fuse("qkv", "{a}.qkv.{b}", ("{a}.q.{b}", "{a}.k.{b}", "{a}.v.{b}"), ("heads", "kv", "kv"))
@@ -508,7 +508,7 @@ def test_packed_weights_are_not_put_into_rotary_pairs() -> None:
 
 
 def test_what_only_a_naming_has_is_whole_there_and_left_out_elsewhere() -> None:
-    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), Own(("{a}.freqs",)))
+    ops = (Rename((("layers.{layer}.w", "h.{layer}.w"),)), CreateTensors(("{a}.freqs",)))
     place = family().placement("rope.freqs", ops)
     assert place is not None
     assert (place.rule.verb, place.layer) == ("replicate", None)

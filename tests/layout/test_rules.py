@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ckpttool.core.mesh import Coords, Mesh, share
 from ckpttool.errors import LayoutError
 from ckpttool.layout.rules import (
+    CutSize,
     IndivisibleError,
     PartitionContext,
     RankShare,
     Rule,
-    Size,
     cut_axis,
     fused_rule,
     global_shape,
@@ -51,7 +51,7 @@ def ranks(mesh: Mesh) -> list[Coords]:
 
 
 def cut(
-    text: str, shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, Size] | None = None, **more: Any
+    text: str, shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, CutSize] | None = None, **more: Any
 ) -> list[Array]:
     """What every rank of a mesh stores of a counted tensor."""
     bias = more.pop("bias", False)
@@ -63,7 +63,7 @@ def cut(
 # What numpy says about each verb
 
 
-def shared_out(whole: Array, ways: int, axis: int, size: Size | None) -> list[Array]:
+def shared_out(whole: Array, ways: int, axis: int, size: CutSize | None) -> list[Array]:
     """Equal parts along an axis; with more ranks than units, each unit as often as it is needed."""
     if size is not None and size.shared and ways > size.value:
         units = np.split(whole, size.value, axis)
@@ -78,7 +78,7 @@ class Case:
     text: str
     shape: tuple[int, ...]
     mesh: Mesh
-    sizes: dict[str, Size]
+    sizes: dict[str, CutSize]
     expected: list[Array]
     bias: bool = False
 
@@ -95,13 +95,13 @@ def cases(draw: st.DrawFn) -> Case:
     ways = etp if grouped else tp
     mesh = Mesh(tp=tp, ep=ep, etp=etp)
 
-    def units() -> Size:
+    def units() -> CutSize:
         """A number of units that the ranks can share."""
         if draw(st.booleans()):
-            return Size(ways * draw(st.integers(1, 3)), draw(st.booleans()))
-        return Size(draw(st.sampled_from([d for d in range(1, ways + 1) if ways % d == 0])), shared=True)
+            return CutSize(ways * draw(st.integers(1, 3)), draw(st.booleans()))
+        return CutSize(draw(st.sampled_from([d for d in range(1, ways + 1) if ways % d == 0])), shared=True)
 
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, CutSize] = {}
     whole_parts: list[int] = []
     words = [verb]
     if verb == "fused":
@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn) -> Case:
             if kind.endswith("u"):
                 sizes[f"u{i}"] = units()
             if "n" in kind:
-                sizes[f"n{i}"] = Size(draw(st.integers(1, 3)) * (sizes[f"u{i}"].value if f"u{i}" in sizes else 1))
+                sizes[f"n{i}"] = CutSize(draw(st.integers(1, 3)) * (sizes[f"u{i}"].value if f"u{i}" in sizes else 1))
             whole_parts += [i] if kind.endswith("whole") else []
             lengths.append(next((sizes[s].value for s in (f"n{i}", f"u{i}") if s in sizes), 1) * each)
         # A part without units has the weight 1 and is cut like any other axis.
@@ -158,7 +158,7 @@ def cases(draw: st.DrawFn) -> Case:
             got = shared_out(mine, ways, axis, sizes.get("u"))[index]
         expected.append(got)
     if rows:  # the same elements, without the axis of experts
-        sizes["experts"] = Size(experts)
+        sizes["experts"] = CutSize(experts)
         shape = (shape[0] * shape[1], *shape[2:])
         expected = [e.reshape(e.shape[0] * e.shape[1], *e.shape[2:]) for e in expected]
     return Case(f"{text} rows" if rows else text, shape, mesh, sizes, expected, bias)
@@ -194,7 +194,7 @@ def test_the_whole_shape_follows_from_any_rank(case: Case) -> None:
     rule = parse_rule(case.text)
     sizes = dict(case.sizes)
     if "vocab" in case.text:
-        sizes["vocab"] = Size(max(case.shape))
+        sizes["vocab"] = CutSize(max(case.shape))
         assume(case.bias or max(case.shape) == case.shape[cut_axis(rule, len(case.shape), bias=case.bias) or 0])
     cutting = PartitionContext(case.mesh, sizes)
     for part in case.expected:
@@ -207,35 +207,35 @@ def test_the_whole_shape_follows_from_any_rank(case: Case) -> None:
 
 def test_key_value_heads_are_interleaved_and_not_tiled() -> None:
     """With 8 ranks and 2 heads the first four hold head 0; taking rank % 2 is the classic mistake."""
-    got = cut("column kv", (2, 3), Mesh(tp=8), {"kv": Size(2, shared=True)})
+    got = cut("column kv", (2, 3), Mesh(tp=8), {"kv": CutSize(2, shared=True)})
     assert [int(p[0, 0]) // 3 for p in got] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_rank_r_holds_head_r_times_heads_over_ranks(heads: int, copies: int) -> None:
-    got = cut("column kv", (heads * 2,), Mesh(tp=heads * copies), {"kv": Size(heads, shared=True)})
+    got = cut("column kv", (heads * 2,), Mesh(tp=heads * copies), {"kv": CutSize(heads, shared=True)})
     assert [int(p[0]) // 2 for p in got] == [r * heads // (heads * copies) for r in range(heads * copies)]
 
 
 def test_fused_parts_are_cut_one_by_one() -> None:
     """Rank 0 of 2 holds [q0; k0; v0], not the first half of [q; k; v]."""
-    sizes = {"heads": Size(4), "kv": Size(2, shared=True)}
+    sizes = {"heads": CutSize(4), "kv": CutSize(2, shared=True)}
     first, second = cut("fused q:heads k:kv v:kv", (8, 1), Mesh(tp=2), sizes)
     assert first.ravel().tolist() == [0, 1, 4, 6]
     assert second.ravel().tolist() == [2, 3, 5, 7]
 
 
 def test_fused_parts_with_copied_heads() -> None:
-    sizes = {"heads": Size(4), "kv": Size(2, shared=True)}
+    sizes = {"heads": CutSize(4), "kv": CutSize(2, shared=True)}
     got = cut("fused q:heads k:kv v:kv", (8,), Mesh(tp=4), sizes)
     assert [p.tolist() for p in got] == [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
 
 
 MAMBA = {
-    "inner": Size(8),
-    "bc": Size(2),
-    "heads": Size(4),
-    "groups": Size(2, shared=True),
+    "inner": CutSize(8),
+    "bc": CutSize(2),
+    "heads": CutSize(4),
+    "groups": CutSize(2, shared=True),
 }
 """A state space model: 4 heads with 2 channels each, and 2 groups that share a B and a C of one state."""
 
@@ -264,7 +264,7 @@ def test_a_part_that_every_rank_holds_whole() -> None:
 
 def test_units_that_only_guard_may_be_unknown() -> None:
     """What the config does not say cannot be checked; a part's length it has to say."""
-    cutting = PartitionContext(Mesh(tp=2), {"inner": Size(8)}, optional=frozenset({"heads"}))
+    cutting = PartitionContext(Mesh(tp=2), {"inner": CutSize(8)}, optional=frozenset({"heads"}))
     rule = parse_rule("fused z:inner/heads x:inner/heads")
     assert local_boxes(rule, (16,), cutting, Coords(0, 0, 0, 0, 0)).shape == (8,)
     with pytest.raises(LayoutError, match="the size `inner` is not known"):
@@ -272,14 +272,18 @@ def test_units_that_only_guard_may_be_unknown() -> None:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[str, Array, int, dict[str, Size]]:
+def groups(draw: st.DrawFn) -> tuple[str, Array, int, dict[str, CutSize]]:
     """A rule, the whole axis, how many ranks, and the sizes, of which every part can be shared out."""
     count, sharing, queries = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     ways = draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0] + [count * sharing]))
     shared = {d * count for d in range(1, sharing + 1) if sharing % d == 0}
-    heads = Size(count * sharing * queries, draw(st.booleans()))
-    sizes = {"g": Size(count, draw(st.booleans())), "h": heads, "k": Size(draw(st.sampled_from(sorted(shared))), True)}
-    sizes["n"] = Size(sizes["k"].value * draw(st.integers(1, 3)))
+    heads = CutSize(count * sharing * queries, draw(st.booleans()))
+    sizes = {
+        "g": CutSize(count, draw(st.booleans())),
+        "h": heads,
+        "k": CutSize(draw(st.sampled_from(sorted(shared))), True),
+    }
+    sizes["n"] = CutSize(sizes["k"].value * draw(st.integers(1, 3)))
     words = draw(st.lists(st.sampled_from(["q:h", "k:k", "v:n/k"]), min_size=2, max_size=4))
     lengths = [sizes[{"q": "h", "k": "k", "v": "n"}[w[0]]].value for w in words]
     whole = counted((sum(lengths) * draw(st.integers(1, 3)),))
@@ -287,7 +291,7 @@ def groups(draw: st.DrawFn) -> tuple[str, Array, int, dict[str, Size]]:
 
 
 @given(groups())
-def test_groups_hold_what_the_parts_would_hold_alone(case: tuple[str, Array, int, dict[str, Size]]) -> None:
+def test_groups_hold_what_the_parts_would_hold_alone(case: tuple[str, Array, int, dict[str, CutSize]]) -> None:
     """The parts of all groups, taken out and cut by themselves, are what the ranks hold; and the way back."""
     text, whole, ways, sizes = case
     rule, count = parse_rule(text), sizes["g"].value
@@ -316,7 +320,7 @@ def test_groups_hold_what_the_parts_would_hold_alone(case: tuple[str, Array, int
 
 def test_more_ranks_than_groups_cut_the_queries_and_copy_the_keys() -> None:
     """InternLM2: per key head its two queries, the key and the value; heads of one element."""
-    sizes = {"heads": Size(4), "kv": Size(2, shared=True)}
+    sizes = {"heads": CutSize(4), "kv": CutSize(2, shared=True)}
     text = "fused q:heads k:kv v:kv groups=kv"
     assert [p.tolist() for p in cut(text, (8,), Mesh(tp=2), sizes)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     got = cut(text, (8,), Mesh(tp=4), sizes)
@@ -335,7 +339,7 @@ def test_more_ranks_than_groups_cut_the_queries_and_copy_the_keys() -> None:
     ],
 )
 def test_groups_that_do_not_come_out_even(text: str, n: int, tp: int, why: str) -> None:
-    sizes = {"heads": Size(4), "kv": Size(2, shared=True), "alone": Size(2)}
+    sizes = {"heads": CutSize(4), "kv": CutSize(2, shared=True), "alone": CutSize(2)}
     with pytest.raises(IndivisibleError, match=why):
         cut(text, (n,), Mesh(tp=tp), sizes)
 
@@ -353,7 +357,7 @@ def test_the_bias_of_grouped_experts_has_an_output_axis_only() -> None:
 
 def test_rows_of_experts_are_cut_in_every_expert() -> None:
     """DBRX: w1 of all experts in one matrix, and w2 stored [in, out]: two experts of two rows."""
-    sizes = {"experts": Size(2)}
+    sizes = {"experts": CutSize(2)}
     for text in ("grouped column rows", "grouped row rows in_out"):
         got = cut(text, (4, 1), Mesh(ep=2), sizes)
         assert [p.ravel().tolist() for p in got] == [[0, 1], [2, 3]]
@@ -368,14 +372,14 @@ def test_rows_of_experts_are_cut_in_every_expert() -> None:
     with pytest.raises(IndivisibleError, match="5 rows do not divide into those of 2 experts"):
         local_boxes(rule, (5, 1), cutting, Coords(0, 0, 0, 0, 0))
     with pytest.raises(IndivisibleError, match="3 experts cannot be shared evenly by 2 ranks"):
-        local_boxes(rule, (6, 1), replace(cutting, sizes={"experts": Size(3)}), Coords(0, 0, 0, 0, 0))
+        local_boxes(rule, (6, 1), replace(cutting, sizes={"experts": CutSize(3)}), Coords(0, 0, 0, 0, 0))
     with pytest.raises(LayoutError, match="the size `experts` is not known"):
         global_shape(rule, (2, 1), 0, replace(cutting, sizes={}))
 
 
 def test_scales_of_rows_of_experts_follow_them_or_are_refused() -> None:
     """Two experts of 256 rows in blocks of 128: half of an expert is a block, a quarter is none."""
-    sizes = {"experts": Size(2)}
+    sizes = {"experts": CutSize(2)}
     rule = parse_rule("grouped column rows")
     half = PartitionContext(Mesh(tp=2, etp=2), sizes)
     got = [local_boxes(rule, (512, 128), half, at, blocks=(128, 128)) for at in ranks(half.mesh)]
@@ -427,16 +431,23 @@ def test_empty_and_scalar_tensors_are_held_whole() -> None:
     ("text", "shape", "tp", "sizes", "why", "works"),
     [
         ("column", (6, 1), 4, {}, "6 .*cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
-        ("column heads", (12, 1), 4, {"heads": Size(6)}, "6 heads cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
-        ("column heads", (7, 1), 2, {"heads": Size(2)}, "7 .* 2 heads", ()),
-        ("column kv", (4, 1), 3, {"kv": Size(2, shared=True)}, "3 .* 2 kv", (1, 2, 4, 8, 16)),
-        ("row heads", (1, 12), 4, {"heads": Size(6)}, "6 heads cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
+        (
+            "column heads",
+            (12, 1),
+            4,
+            {"heads": CutSize(6)},
+            "6 heads cannot be split evenly across 4 ranks",
+            (1, 2, 3, 6),
+        ),
+        ("column heads", (7, 1), 2, {"heads": CutSize(2)}, "7 .* 2 heads", ()),
+        ("column kv", (4, 1), 3, {"kv": CutSize(2, shared=True)}, "3 .* 2 kv", (1, 2, 4, 8, 16)),
+        ("row heads", (1, 12), 4, {"heads": CutSize(6)}, "6 heads cannot be split evenly across 4 ranks", (1, 2, 3, 6)),
         ("fused a b", (5, 1), 1, {}, "5 does not divide into parts 1:1", ()),
         ("fused a b", (6, 1), 2, {}, "3 .*cannot be split evenly across 2 ranks", (1, 3)),
     ],
 )
 def test_what_does_not_come_out_even_is_refused(
-    text: str, shape: tuple[int, ...], tp: int, sizes: dict[str, Size], why: str, works: tuple[int, ...]
+    text: str, shape: tuple[int, ...], tp: int, sizes: dict[str, CutSize], why: str, works: tuple[int, ...]
 ) -> None:
     with pytest.raises(IndivisibleError, match=why) as caught:
         cut(text, shape, Mesh(tp=tp), sizes)
@@ -471,7 +482,7 @@ def test_scales_follow_their_weight_or_are_refused(
 ) -> None:
     """Every element of every rank keeps its scale; a refusal is right only when a cut falls inside a block."""
     rule = parse_rule(text)
-    cutting = PartitionContext(Mesh(tp=tp), {"heads": Size(heads)})
+    cutting = PartitionContext(Mesh(tp=tp), {"heads": CutSize(heads)})
     grid = counted((-(-shape[0] // blocks[0]) if blocks[0] else 1, -(-shape[1] // blocks[1]) if blocks[1] else 1))
     each = expanded(grid, shape, blocks)
     try:
@@ -560,8 +571,8 @@ def test_reading_a_rule(text: str, rule: Rule) -> None:
         ("fused gate:inner/heads/whole up", "`gate:inner/heads/whole` is not a part of a fused tensor"),
         ("fused gate:a:b up", "`gate:a:b` is not a part of a fused tensor"),
         ("fused gate:whole up", "`gate:whole` is not a part of a fused tensor"),
-        ("fused gate up groups=", "`groups=` is no number of groups"),
-        ("fused gate up groups=0", "`groups=0` is no number of groups"),
+        ("fused gate up groups=", "`groups=` is not a number of groups"),
+        ("fused gate up groups=0", "`groups=0` is not a number of groups"),
         ("column rows", "`rows` is for grouped experts"),
         ("grouped column rows axis=0", "`rows` is for grouped experts"),
         ("grouped vocab rows", "experts have no vocabulary"),

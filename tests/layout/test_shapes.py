@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import LayoutError
-from ckpttool.layout.classes import Head, other_head
+from ckpttool.layout.classes import ClassHead, other_head
 from ckpttool.layout.family import Family, find_family, load_family
 from ckpttool.layout.shapes import Declared, check_sizes, declared_tensors
 from ckpttool.layout.spec import TensorsSpec
@@ -343,8 +343,8 @@ def test_the_head_of_the_class_that_a_config_names(
 
 def test_the_heads_that_single_families_have() -> None:
     known = ["GPTNeoXForCausalLM", "XLNetLMHeadModel", "GPTNeoXModel"]
-    assert other_head({"architectures": ["GPTNeoXForTokenClassification"]}, known) == Head("classifier", bias=True)
-    assert other_head({"architectures": ["GPTNeoXForSequenceClassification"]}, known) == Head("score")
+    assert other_head({"architectures": ["GPTNeoXForTokenClassification"]}, known) == ClassHead("classifier", bias=True)
+    assert other_head({"architectures": ["GPTNeoXForSequenceClassification"]}, known) == ClassHead("score")
     assert other_head({"architectures": ["XLNetForSequenceClassification"]}, known) is None
     assert other_head({"architectures": ["GPTNeoXModel"]}, [*known, "GPTNeoXForMaskedLM"]) is None
     assert other_head({}, known) is None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.kernels.merge.base import CHUNK, Array, Combine, Draws, Method, Program, Tensor
+from ckpttool.kernels.merge.base import CHUNK, Array, Combine, Draws, MergeTensor, Method, Program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def run_method(
     def complete(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         return {k: given.get(k, p.default) for k, p in schema.items()}
 
-    tensor = Tensor(
+    tensor = MergeTensor(
         name,
         tuple(shape),
         tuple(complete(method.per_model, per_model[i] if per_model else {}) for i in range(len(models))),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.kernels.merge.cascade import CascadeSum
-from ckpttool.kernels.merge.draws import Drawn, Working, mergekit_draws
+from ckpttool.kernels.merge.draws import DrawnTensor, Working, mergekit_draws
 from ckpttool.kernels.merge.sparse import METHODS
 from tests.merge.driver import run_method
 
@@ -136,7 +136,7 @@ def test_a_sum_of_too_little_is_refused() -> None:
 @pytest.mark.parametrize("working", ["F32", "F16", "BF16"])
 def test_rescale_sums_as_mergekit_does_in_float32(working: Working, chunk: int) -> None:
     x = noise(4099, 8)
-    draws = mergekit_draws(42, [Drawn("x", x.size, [True], working)])
+    draws = mergekit_draws(42, [DrawnTensor("x", x.size, [True], working)])
     mask = np.empty(x.size, np.bool_)
     draws("x").bernoulli(0, 0, 0.5, mask)
     left = np.where(mask, x, F(0))

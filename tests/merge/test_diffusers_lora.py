@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[dict[str, Array], str]] = {
         FF | {n.replace("ff", "attn.to_q"): a for n, a in FF.items()} | {"unet.blocks.0.ff.alpha": np.array(1.0)},
         "has no alpha",
     ),
-    "ranks": (FF | {"unet.blocks.0.ff.lora_B.weight": UP[:, :1]}, "are no factors"),
+    "ranks": (FF | {"unet.blocks.0.ff.lora_B.weight": UP[:, :1]}, "are not factors"),
 }
 
 

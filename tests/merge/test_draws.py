@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.kernels.merge.base import Array, Draws
-from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws, rounded
+from ckpttool.kernels.merge.draws import CounterDraws, DrawnTensor, Working, mergekit_draws, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ def draw(
 
 
 def one_tensor(n: int, models: int = 1, working: Working = "F32", seed: int = 42) -> Draws:
-    return mergekit_draws(seed, [Drawn("x", n, [True] * models, working)])("x")
+    return mergekit_draws(seed, [DrawnTensor("x", n, [True] * models, working)])("x")
 
 
 @given(step=st.integers(1, 700), p=st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0]), each=st.booleans())
@@ -108,7 +108,7 @@ TORCH = [
 
 def test_mergekit_draws_are_those_of_torch() -> None:
     ramp = np.linspace(0, 1, 40, dtype=np.float32)
-    give = mergekit_draws(42, [Drawn(n, 40, [True, True], w) for n, w in (("a", "F32"), ("b", "BF16"))])  # type: ignore[arg-type]
+    give = mergekit_draws(42, [DrawnTensor(n, 40, [True, True], w) for n, w in (("a", "F32"), ("b", "BF16"))])  # type: ignore[arg-type]
     found = [draw(give(n), i, 40, p, 7) for n in "ab" for i, p in ((0, 0.7 if n == "b" else 0.3), (1, ramp))]
     assert ["".join("01"[int(v)] for v in mask) for mask in found] == TORCH
 
@@ -134,9 +134,9 @@ def raw(seed: int, n: int) -> Array:
 def test_tensors_draw_one_after_the_other(seed: int) -> None:
     fractions = raw(seed, 2000)
     tensors = [
-        Drawn("embed", 50, [False, True, True]),
-        Drawn("layers.10", 300, [True, True, True]),
-        Drawn("layers.2", 100, [True, False, True]),
+        DrawnTensor("embed", 50, [False, True, True]),
+        DrawnTensor("layers.10", 300, [True, True, True]),
+        DrawnTensor("layers.2", 100, [True, False, True]),
     ]
     give = mergekit_draws(seed, tensors)
     starts = {"embed": [0, 0, 50], "layers.10": [100, 400, 700], "layers.2": [1000, 1100, 1100]}
@@ -149,7 +149,7 @@ def test_tensors_draw_one_after_the_other(seed: int) -> None:
 
 def test_long_streams_are_skipped_through() -> None:
     n = 3 << 20
-    give = mergekit_draws(7, [Drawn(f"{i}", n, [True]) for i in range(3)])
+    give = mergekit_draws(7, [DrawnTensor(f"{i}", n, [True]) for i in range(3)])
     generator = np.random.Generator(np.random.MT19937())
     generator.bit_generator._legacy_seeding(7)  # type: ignore[attr-defined]
     numbers = generator.integers(0, 1 << 32, 3 * n, np.uint32) & np.uint32(0xFFFFFF)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.kernels.merge import order
-from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
+from ckpttool.kernels.merge.order import RankQuery, Threshold, cuts, kth_values
 from ckpttool.kernels.merge.sparse import METHODS
 from tests.helpers.sample import examples
 from tests.merge.driver import ArrayChunk, run_method
@@ -46,7 +46,7 @@ def models(chunk: Chunk, wanted: Sequence[int]) -> Iterator[Array]:
         yield chunk.model(i)
 
 
-def mask(cut: Cut, values: Array, step: int, *, first: bool) -> Array:
+def mask(cut: Threshold, values: Array, step: int, *, first: bool) -> Array:
     out = np.full(len(values), 7, np.uint8).view(np.bool_)
     for c in chunks([values], step):
         cut.above(c.model(0), c.start, out[c.start : c.stop], first=first)
@@ -67,7 +67,7 @@ def check(values: Array, ranks: Sequence[int], step: int) -> int:
     """Compare both kinds of cut with a sort; returns the passes of one of them."""
     passes = 0
     for first in (False, True):
-        found, passes = run(cuts(len(values), models, [Rank(0, r) for r in ranks], first=first), [values], step)
+        found, passes = run(cuts(len(values), models, [RankQuery(0, r) for r in ranks], first=first), [values], step)
         for cut, rank in zip(found, ranks, strict=True):
             assert np.array_equal(mask(cut, values, step, first=first), expected(values, rank, first=first))
     return passes
@@ -106,7 +106,7 @@ def test_all_models_share_the_passes_and_are_read_once_in_each() -> None:
         reads.extend((i, chunk.start) for i in wanted)
         return models(chunk, wanted)
 
-    ranks = [Rank(0, 10), Rank(2, 2000), Rank(0, 2999), Rank(1, 3000)]
+    ranks = [RankQuery(0, 10), RankQuery(2, 2000), RankQuery(0, 2999), RankQuery(1, 3000)]
     found, passes = run(cuts(3000, counted, ranks), arrays, 1000)
     assert passes == 1
     assert sorted(reads) == [(i, start) for i in (0, 2) for start in (0, 1000, 2000)]  # rank 3000 needs no look

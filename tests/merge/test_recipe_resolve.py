@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
 from ckpttool.layout.assemble import LAYER
 from ckpttool.recipe.mergekit import parse_mergekit
-from ckpttool.recipe.model import Condition, ModelRef, Recipe, Setting, Slice, Source
+from ckpttool.recipe.model import Condition, ModelRef, Recipe, RecipeSlice, Setting, SliceSource
 from ckpttool.recipe.resolve import Merged, Resolved, resolve
 
 PER_LAYER = ("self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
@@ -239,8 +239,8 @@ def test_every_method_gets_complete_parameters(method: str) -> None:
     m = METHODS[method]
     count = max(1, m.models[0])
     required = {n: Setting.of("float", 0.5) for s in (m.per_model, m.whole) for n, p in s.items() if p.default is None}
-    sources = tuple(Source(ModelRef(n)) for n in "abc"[:count])
-    recipe = Recipe(method, (Slice(sources),), ModelRef("d") if m.base != "refused" else None, required)
+    sources = tuple(SliceSource(ModelRef(n)) for n in "abc"[:count])
+    recipe = Recipe(method, (RecipeSlice(sources),), ModelRef("d") if m.base != "refused" else None, required)
     for merged in resolved_recipe(recipe).tensors:
         assert len(merged.inputs) == len(merged.parameters) == count
         assert (merged.base is None) == (m.base == "refused")

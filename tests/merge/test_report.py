@@ -14,7 +14,7 @@ from ckpttool.errors import OutputError, UsageError
 from ckpttool.execute import NoProgress, RunOptions
 from ckpttool.execute.measuring import Measurement
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Array, Tensor
+from ckpttool.kernels.merge.base import Array, MergeTensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.kernels.merge.measure import Measured, measured
 from ckpttool.ops.merge import execute
@@ -133,7 +133,7 @@ def measure(name: str, models: list[Array], base: Array | None, result: Array, *
     for_all = {n: p.default for n, p in method.whole.items()} | whole
     shape = models[0].shape
     draws = CounterDraws(3, "w")
-    tensor = Tensor("w", shape, tuple(each for _ in models), for_all, base is not None, draws)
+    tensor = MergeTensor("w", shape, tuple(each for _ in models), for_all, base is not None, draws)
     program = measured(tensor, method)
     flat = [x.reshape(-1) for x in (*models, result)]
     size, step = flat[0].size, 4 * shape[-1]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import CHUNK, Tensor
-from ckpttool.kernels.merge.draws import CounterDraws, Drawn, Working, mergekit_draws
+from ckpttool.kernels.merge.base import CHUNK, MergeTensor
+from ckpttool.kernels.merge.draws import CounterDraws, DrawnTensor, Working, mergekit_draws
 from ckpttool.kernels.merge.sparse import _RADIX, METHODS, _chances, _order, _order_of_row, drawing
 from tests.helpers.sample import examples, some
 from tests.merge.driver import run_method
@@ -175,7 +175,7 @@ def test_a_density_of_one_or_zero_needs_no_pass_before_the_last(name: str) -> No
     for density in (0.0, 1.0):
         per_model = tuple({"weight": 1.0, "density": density, "gamma": 0.1, "epsilon": 0.1} for _ in models)
         whole = {"normalize": True, "rescale": True, "lambda": 1.0, "int8_mask": False}
-        program = method.program(Tensor("x", (4, 5), per_model, whole, True, Draws()))
+        program = method.program(MergeTensor("x", (4, 5), per_model, whole, True, Draws()))
         assert not list(program)
 
 
@@ -234,7 +234,7 @@ def small() -> tuple[list[Array], Array]:
 def test_mergekit_gives_the_same(name: str) -> None:
     models, base = small()
     per_model = [{"weight": 0.6, "density": 0.5}, {"weight": 0.4, "density": 0.7}]
-    draws = mergekit_draws(42, [Drawn("x", 24, drawing(name, per_model))])("x")
+    draws = mergekit_draws(42, [DrawnTensor("x", 24, drawing(name, per_model))])("x")
     assert run_method(METHODS[name], models, base, per_model=per_model, draws=draws).ravel().tolist() == MERGEKIT[name]
 
 
@@ -247,7 +247,7 @@ def test_della_ranks_what_the_working_dtype_tells_apart(working: Working, kind: 
     rng = np.random.default_rng(3)
     x = rng.standard_normal((20, 300)).astype(F)
     per_model = [{"weight": 1.0, "density": 0.7, "epsilon": 0.1}]
-    draws = mergekit_draws(42, [Drawn("x", x.size, [True], working)])
+    draws = mergekit_draws(42, [DrawnTensor("x", x.size, [True], working)])
     found = run_method(
         METHODS["della_linear"], [x], x * 0, per_model=per_model, whole={"rescale": False}, draws=draws("x")
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpttool.core.plan import Gathered, Operand, RowRun, StoredOperand
 from ckpttool.errors import ConflictError, UsageError
-from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
+from ckpttool.vocabulary.merge import Input, MergedVocabulary, RowRule, TokenRow, merge_vocabularies
 from ckpttool.vocabulary.read import Added, Vocabulary
 
 Matrix = npt.NDArray[np.float32]
@@ -110,7 +110,7 @@ def test_different_settings_of_an_added_token_are_noted() -> None:
 @pytest.mark.parametrize(("source", "tokens"), [("base", "b c x"), (0, "a b x"), (1, "b c x")])
 def test_one_models_tokens_and_those_of_the_recipe(source: Any, tokens: str) -> None:
     models = inputs(vocabulary("a b"), vocabulary("b c"))
-    merged = merge_vocabularies(models, 1, source, {"x": TokenRule("zero"), "b": TokenRule("zero")})
+    merged = merge_vocabularies(models, 1, source, {"x": RowRule("zero"), "b": RowRule("zero")})
     assert list(merged.tokens) == tokens.split()
 
 
@@ -182,14 +182,14 @@ def test_a_matrix_with_fewer_rows_lacks_the_tokens_behind_them() -> None:
 
 def test_a_rule_is_for_models_that_lack_the_token() -> None:
     models = inputs(vocabulary("a b"), vocabulary("a x"), vocabulary("x a"))
-    merged = merge_vocabularies(models, 0, rules={"b": TokenRule(Row(2, "x")), "x": TokenRule(Row(2))})
+    merged = merge_vocabularies(models, 0, rules={"b": RowRule(TokenRow(2, "x")), "x": RowRule(TokenRow(2))})
     assert first(merged, "b") == [101, 300, 300]
     assert first(merged, "x") == [300, 201, 300]
 
 
 def test_force_is_for_all_models() -> None:
     models = inputs(vocabulary("a b"), vocabulary("b a"))
-    rules = {"a": TokenRule(Row(1), force=True), "b": TokenRule(force=True)}
+    rules = {"a": RowRule(TokenRow(1), force=True), "b": RowRule(force=True)}
     merged = merge_vocabularies(models, 0, rules=rules)
     assert first(merged, "a") == [201, 201]
     assert first(merged, "b") == [101, 101]
@@ -197,30 +197,30 @@ def test_force_is_for_all_models() -> None:
 
 def test_forced_means_are_for_all_models() -> None:
     models = inputs(vocabulary("a"), vocabulary("a x"), vocabulary("x a"))
-    merged = merge_vocabularies(models, 0, rules={"x": TokenRule(force=True)})
+    merged = merge_vocabularies(models, 0, rules={"x": RowRule(force=True)})
     assert first(merged, "x") == [250.5, 250.5, 250.5]
 
 
 def test_zeros() -> None:
     models = inputs(vocabulary("a b"), vocabulary("a"))
-    merged = merge_vocabularies(models, 0, rules={"b": TokenRule("zero"), "new": TokenRule("zero")})
+    merged = merge_vocabularies(models, 0, rules={"b": RowRule("zero"), "new": RowRule("zero")})
     assert first(merged, "b") == [101, 0]
     assert first(merged, "new") == [0, 0]
 
 
 def test_a_token_of_a_model_by_name_and_by_id() -> None:
     models = inputs(vocabulary("a b"), vocabulary("c d a b"), rows=6)
-    rules = {"x": TokenRule(Row(1, "d")), "y": TokenRule(Row(1, 5)), "a": TokenRule(Row(0, 1), force=True)}
+    rules = {"x": RowRule(TokenRow(1, "d")), "y": RowRule(TokenRow(1, 5)), "a": RowRule(TokenRow(0, 1), force=True)}
     merged = merge_vocabularies(models, 0, "base", rules)
     assert first(merged, "x") == [201, 201]
     assert first(merged, "y") == [205, 205]  # a row that no token has
     assert first(merged, "a") == [101, 101]
 
 
-@pytest.mark.parametrize("row", [Row(1), Row(1, "zzz"), Row(1, 2), Row(1, -1), Row(2, "a")])
-def test_a_rule_names_a_row_that_is_there(row: Row) -> None:
+@pytest.mark.parametrize("row", [TokenRow(1), TokenRow(1, "zzz"), TokenRow(1, 2), TokenRow(1, -1), TokenRow(2, "a")])
+def test_a_rule_names_a_row_that_is_there(row: TokenRow) -> None:
     models = inputs(vocabulary("a b"), vocabulary("a c"), vocabulary("a"))
-    merged = merge_vocabularies(models, 0, rules={"b": TokenRule(row)})
+    merged = merge_vocabularies(models, 0, rules={"b": RowRule(row)})
     with pytest.raises(ConflictError, match="token 'b'"):
         aligned(merged, which=[0, 1])
 
@@ -278,4 +278,4 @@ def test_a_vocabulary_that_is_the_outputs_is_one_run(tokens: list[str], more: in
 
 def test_data_of_a_recipe_is_plain() -> None:
     """Rules can be put into a record of the merge."""
-    assert json.loads(json.dumps(TokenRule(Row(1, "x"), force=True))) == [[1, "x"], True]
+    assert json.loads(json.dumps(RowRule(TokenRow(1, "x"), force=True))) == [[1, "x"], True]

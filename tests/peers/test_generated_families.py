@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpttool.layout.files import FAMILIES
-from ckpttool.layout.rules import Size
+from ckpttool.layout.rules import CutSize
 from scripts.family_rules import TOLERANCE, Cut, Prover, Reading, Refused, cut_of, groups_of, prove, read
 from scripts.family_tensors import condition, expression
 from scripts.make_families import check_owners, chosen, make, written
@@ -42,10 +42,10 @@ def test_a_file_that_does_not_cut_as_the_plan_is_refused(llama: Reading, tmp_pat
 def test_heads_can_be_exchanged_and_torn_heads_cannot(llama: Reading) -> None:
     prover = Prover(llama.architecture)
     attention = next(g for g in groups_of(llama.kinds) if g[0].pattern.startswith("self_attn"))
-    sizes = {"heads": Size(8), "kv_heads": Size(2, shared=True)}
+    sizes = {"heads": CutSize(8), "kv_heads": CutSize(2, shared=True)}
     prove(prover, attention, sizes)
     # Twice as many shares as heads: every one is half a head
-    torn = {"heads": Size(16), "kv_heads": Size(4, shared=True)}
+    torn = {"heads": CutSize(16), "kv_heads": CutSize(4, shared=True)}
     assert prover.exchanged(attention, torn, 16, 0, 1, alike=True) > 100 * TOLERANCE
     with pytest.raises(Refused, match="exchanged change the logits"):
         prove(prover, attention, torn)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpttool.formats.paddle.pdmodel import VERSION, read_pdmodel
-from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter
+from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, ProgramTensor
 from tests.peers import paddle_side
 
 NAMES = ("convolution", "dtypes", "loop", "static")
@@ -27,8 +27,8 @@ def written(folder: Path) -> Mapping[str, Any]:
     return {one["name"]: one for one in told}
 
 
-def tensors(said: list[Any]) -> list[Parameter]:
-    return [Parameter(name, BY_NUMBER[number].dtype, tuple(dims)) for name, number, dims in said]
+def tensors(said: list[Any]) -> list[ProgramTensor]:
+    return [ProgramTensor(name, BY_NUMBER[number].dtype, tuple(dims)) for name, number, dims in said]
 
 
 def records(path: Path) -> list[tuple[str, tuple[int, ...]]]:

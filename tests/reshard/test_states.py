@@ -14,7 +14,7 @@ import pytest
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.containers.paddle_pickle import read_pickle
 from ckpttool.core.optimizer_states import BETA_POWERS
-from ckpttool.formats.ranks import Ranks
+from ckpttool.formats.ranks import RankFiles
 from ckpttool.ops.reshard import prepare
 from ckpttool.targeting import states
 from ckpttool.targeting.target import Target
@@ -56,7 +56,7 @@ def same(a: Array, b: Array) -> bool:
 @pytest.fixture
 def torch_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """``ranks`` as a format of torch."""
-    monkeypatch.setattr(Ranks, "capabilities", Ranks.capabilities._replace(states="torch"))
+    monkeypatch.setattr(RankFiles, "capabilities", RankFiles.capabilities._replace(states="torch"))
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.999, 0.95, 0.8, 0.5, 0.25, 0.1, 0.0])
@@ -540,7 +540,7 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
     text = refused(run, tmp_path / "out", "--to", "dcp")
     assert "`optimizer/lm_head.weight/row_var` is [20, 1], its parameter is [20, 8]" in text
-    assert "leave it out with --only model" in text
+    assert "omit it with --only model" in text
     reshard(run, tmp_path / "out", "--to", "dcp", "--only", "model")
 
 

@@ -34,9 +34,9 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_chunk_is_one_access(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is opened once; only chunks of a form that was not seen before are read in full."""
     full, opened, reads = [0], [0], [0]
-    read, open_, pread = torch_zip._read_zip, torch_zip.TorchSlices.read, torch_zip._Source.pread
+    read, open_, pread = torch_zip._read_zip, torch_zip.TorchSlices.read, torch_zip._ZipSource.pread
 
-    def count_full(source: torch_zip._Source) -> tuple[torch_zip.TorchFile, torch_zip._Head | None]:
+    def count_full(source: torch_zip._ZipSource) -> tuple[torch_zip.TorchFile, torch_zip._ZipHead | None]:
         full[0] += 1
         return read(source)
 
@@ -44,13 +44,13 @@ def test_a_chunk_is_one_access(save: Path, monkeypatch: pytest.MonkeyPatch) -> N
         opened[0] += 1
         return open_(self, *place)  # type: ignore[arg-type]
 
-    def count_reads(self: torch_zip._Source, at: int, n: int) -> bytes:
+    def count_reads(self: torch_zip._ZipSource, at: int, n: int) -> bytes:
         reads[0] += 1
         return pread(self, at, n)
 
     monkeypatch.setattr(torch_zip, "_read_zip", count_full)
     monkeypatch.setattr(torch_zip.TorchSlices, "read", count)
-    monkeypatch.setattr(torch_zip._Source, "pread", count_reads)
+    monkeypatch.setattr(torch_zip._ZipSource, "pread", count_reads)
     catalog = open_checkpoint(save).catalog
     assert len(catalog) == TENSORS
     assert opened[0] == CHUNKS

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpttool.containers.pickle import Global, Record, printable
+from ckpttool.containers.pickle import Global, PickledObject, printable
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, ties_head, whole_number
 from ckpttool.formats.megatron.fields import Fields, shown
-from ckpttool.formats.megatron.models import Kind, kind_named, kind_of, refuse_others
+from ckpttool.formats.megatron.models import ModelKind, kind_named, kind_of, refuse_others
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
 from ckpttool.storage.listing import Listing
 
@@ -68,7 +68,7 @@ _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 def plain_args(value: Any) -> dict[str, Any]:
     """The arguments of a save; {} where it has none."""
-    return dict(value.fields) if isinstance(value, Record) and value.cls == "argparse.Namespace" else {}
+    return dict(value.fields) if isinstance(value, PickledObject) and value.cls == "argparse.Namespace" else {}
 
 
 def model_config(listing: Listing, args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -96,7 +96,7 @@ def model_config(listing: Listing, args: Mapping[str, Any]) -> tuple[dict[str, A
     dtype = args.get("params_dtype")
     if isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _TORCH.values():
         made["torch_dtype"] = dtype.name
-    notes.append(f"there is no config.json: one of {kind.architecture} is made of Megatron's arguments")
+    notes.append(f"there is no config.json: generated one for {kind.architecture} from Megatron's arguments")
     return made, notes
 
 
@@ -130,7 +130,7 @@ def _check_sizes(config: Mapping[str, Any], a: Fields, where: str) -> None:
         raise _conflict(a, "padded_vocab_size", f"`vocab_size` of config.json is {rows}", where)
 
 
-def _check_kind(kind: Kind, config: Mapping[str, Any], a: Fields, where: str) -> None:
+def _check_kind(kind: ModelKind, config: Mapping[str, Any], a: Fields, where: str) -> None:
     """Raises ConflictError where config.json is of a model that has other tensors, or computes otherwise with them."""
     try:
         meant = kind.args(Fields(config_fields(config), CONFIG))
@@ -289,7 +289,7 @@ def _check_mesh(model: Mapping[str, Any], mesh: Mesh) -> None:
         )
 
 
-def _progress(training: base.Training | None) -> dict[str, Any]:
+def _progress(training: base.TrainingState | None) -> dict[str, Any]:
     """How far the training is."""
     plain = training.plain if training else {}
     out: dict[str, Any] = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}

@@ -1,4 +1,4 @@
-"""What a save of Megatron-LM holds beside tensors: its arguments, counters, and the groups of the optimizer.
+"""The values that a save of Megatron-LM holds beside tensors: its arguments, counters, and the groups of the optimizer.
 
 Megatron's loader finds the group of a save for each of its own by four values (``wd_mult``, ``lr_mult``,
 ``is_expert_parallel``, ``is_decoupled_lr``), and counts the steps of an optimizer once. Experts have an optimizer of
@@ -36,16 +36,16 @@ _OF_ARGS = {
     "eps": ("adam_eps",),
     "weight_decay": ("weight_decay",),
 }
-"""What the arguments of a run say of its groups."""
+"""Fields of parameter groups, by the run's arguments that set them."""
 _OF_RUN = frozenset({"args", "load", "save", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"})
 """Arguments of a source that are about its run, not about the model."""
 _NOT_VALUES = frozenset({"params", "param_names", "step"})
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
-_LEAVE = "leave the optimizer out: --only model"
+_LEAVE = "omit the optimizer: --only model"
 
 
-class Identity(NamedTuple):
-    """By what Megatron's loader finds a group."""
+class GroupIdentity(NamedTuple):
+    """The values by which Megatron's loader finds a group."""
 
     is_expert_parallel: bool
     wd_mult: float
@@ -72,7 +72,7 @@ def own_args(request: base.WriteRequest) -> dict[str, Any]:
 
 def iteration_of(request: base.WriteRequest) -> int:
     """After how many iterations the training stopped; 0 where nothing says that."""
-    training = request.training or base.Training()
+    training = request.training or base.TrainingState()
     said = training.plain.get("iteration")
     if type(said) is int and said >= 0:
         return said
@@ -81,7 +81,7 @@ def iteration_of(request: base.WriteRequest) -> int:
 
 
 def groups_of(
-    training: base.Training | None,
+    training: base.TrainingState | None,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     experts_apart: bool,
@@ -92,10 +92,10 @@ def groups_of(
     ``experts_apart``: the experts have an optimizer of their own. ``args`` are those of the save: what groups do not
     say, they may. Raises UnsupportedError for parameters whose steps differ, or are not known.
     """
-    training = training or base.Training()
+    training = training or base.TrainingState()
     step = _step(training, shapes)
     said = {name: group.values for group in training.groups for name in group.parameters}
-    found: dict[Identity, dict[str, Any]] = {}
+    found: dict[GroupIdentity, dict[str, Any]] = {}
     differ: dict[str, None] = {}
     missing: dict[str, None] = {}
     of_args = _of_args(args)
@@ -124,17 +124,17 @@ def groups_of(
 
 
 def _of_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments of a run say of all its groups."""
+    """The fields that the run's arguments set in all its groups."""
     said = {k: tuple([args.get(n) for n in names]) for k, names in _OF_ARGS.items()}
     return {k: v if len(v) > 1 else v[0] for k, v in said.items() if all(type(n) in (int, float) for n in v)}
 
 
-def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> Identity:
+def _identity(values: Mapping[str, Any], name: str, shape: tuple[int, ...], *, apart: bool) -> GroupIdentity:
     """The group that Megatron puts a parameter into: that of the source where it was Megatron's, too."""
     vector = len(shape) == 1 or name.endswith(".bias")
     decay = values.get("wd_mult", values.get("pre_wd_mult", 0.0 if vector else 1.0))
     rate = values.get("lr_mult", values.get("pre_lr_mult", 1.0))
-    return Identity(apart and is_expert(name), decay, rate, bool(values.get("is_decoupled_lr")))
+    return GroupIdentity(apart and is_expert(name), decay, rate, bool(values.get("is_decoupled_lr")))
 
 
 def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _group(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     return {"default_config": True, "bias_correction": True, **_DEFAULTS, **values, "step": step}
 
 
-def _step(training: base.Training, names: Mapping[str, Any]) -> int:
+def _step(training: base.TrainingState, names: Mapping[str, Any]) -> int:
     steps = {name: training.steps[name] for name in names if name in training.steps}
     if not steps:
         if training.step is None:
@@ -151,7 +151,7 @@ def _step(training: base.Training, names: Mapping[str, Any]) -> int:
     (first, step), *others = steps.items()
     for s in steps.values():
         if s < 0 or not float(s).is_integer():
-            raise UnsupportedError(f"{s} is no number of steps", hint=_LEAVE)
+            raise UnsupportedError(f"{s} is not a number of steps", hint=_LEAVE)
     for name, s in others:
         if s != step:
             raise UnsupportedError(
@@ -164,7 +164,7 @@ def _step(training: base.Training, names: Mapping[str, Any]) -> int:
 
 def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
     """(what lies beside model and optimizer in a save, notes); ``optimizer``: it has the state of one."""
-    training = request.training or base.Training()
+    training = request.training or base.TrainingState()
     plain = training.plain
     said = {
         **args,
@@ -187,8 +187,8 @@ def common(request: base.WriteRequest, args: Mapping[str, Any], *, optimizer: bo
         samples = said.get("consumed_train_samples", 0)
         out["opt_param_scheduler"] = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
         notes.append(
-            "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler, which"
-            f" goes on with yours after {samples:,} samples"
+            "the source has no learning-rate schedule of Megatron's: load it with --override-opt-param-scheduler; it"
+            f" starts your schedule at sample {samples:,}"
         )
     if (request.source is None or request.source.dialect != request.dialect) and (needed := options(args)):
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take all of them: pass also {' '.join(needed)}")

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat buffer of Megatron Core's distributed optimizer.
+"""Places of parameters in a flat buffer of Megatron Core's distributed optimizer.
 
 A buffer has the parameters of one rank and one dtype in the reverse of the model's order, cut into buckets:
 
@@ -30,35 +30,35 @@ Parameters = Iterable[tuple[str, tuple[int, ...]]]
 """(name, shape on the rank), in the order of ``named_parameters()``."""
 
 
-class Bucket(NamedTuple):
+class ParameterBucket(NamedTuple):
     """A run of parameters that ranks reduce together."""
 
     offsets: dict[str, int]
     """Name -> first element in the bucket."""
     elements: int
-    """Without what pads its end."""
+    """Elements without the padding at its end."""
 
 
 def buckets(
     parameters: Parameters, *, size: int | None = None, alone: Collection[str] = (), alignment: int = ALIGNMENT
-) -> list[Bucket]:
+) -> list[ParameterBucket]:
     """The buckets of a buffer, in its order; ``size`` is the trainer's bucket size (None: all in one), ``alone`` are
     parameters that get one of their own.
     """
-    out: list[Bucket] = []
+    out: list[ParameterBucket] = []
     held: dict[str, int] = {}
     at = 0
     for name, shape in reversed(list(parameters)):
         at += -at % alignment
         if name in alone and held:
-            out.append(Bucket(held, at))
+            out.append(ParameterBucket(held, at))
             held, at = {}, 0
         held[name] = at
         at += prod(shape)
         if name in alone or (size is not None and at >= size):
-            out.append(Bucket(held, at))
+            out.append(ParameterBucket(held, at))
             held, at = {}, 0
-    return [*out, Bucket(held, at)] if held else out
+    return [*out, ParameterBucket(held, at)] if held else out
 
 
 def offsets(
@@ -75,8 +75,8 @@ def offsets(
     return out, at
 
 
-class Fit(NamedTuple):
-    """What the number of elements in a file says about where parameters lie."""
+class BufferFit(NamedTuple):
+    """The places of parameters that fit the number of elements in a file."""
 
     offsets: Mapping[str, int]
     """{} where nothing fits, or several that differ do."""
@@ -88,7 +88,7 @@ class Fit(NamedTuple):
 
 def fit(
     parameters: Parameters, elements: int, *, sizes: Sequence[int | None] = (), alone: Iterable[Collection[str]] = ((),)
-) -> Fit:
+) -> BufferFit:
     """The offsets of parameters in a buffer of so many elements.
 
     ``sizes`` are the bucket sizes that the trainer had, () where nothing says them; ``alone`` the sets of parameters
@@ -99,7 +99,7 @@ def fit(
     names, counts = tuple([n for n, _ in known]), tuple([prod(s) for _, s in known])
     apart = tuple([tuple([i for i, n in enumerate(names) if n in group]) for group in alone])
     found, several, expected = _fit(counts, elements, tuple(sizes), apart)
-    return Fit(dict(zip(names, found, strict=True)) if found else {}, several, expected)
+    return BufferFit(dict(zip(names, found, strict=True)) if found else {}, several, expected)
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Record, opened, printable
+from ckpttool.containers.pickle import PickledObject, opened, printable
 from ckpttool.containers.plain import Numbers
 from ckpttool.containers.torch_pickle import TORCH_DTYPE
 from ckpttool.containers.torch_zip import read_torch
@@ -29,12 +29,27 @@ from ckpttool.formats import base
 from ckpttool.formats.config import whole_number
 from ckpttool.formats.megatron import dist_zarr, nemo, run
 from ckpttool.formats.megatron.args import MULTIPLE, model_config, plain_args
-from ckpttool.formats.megatron.dist_buckets import Buffers, Model, Placer, buffers_of, is_grouped, put_joined, sizes_of
+from ckpttool.formats.megatron.dist_buckets import (
+    Buffers,
+    ModelParameters,
+    Placer,
+    buffers_of,
+    is_grouped,
+    put_joined,
+    sizes_of,
+)
 from ckpttool.formats.megatron.dist_fsdp import translated
-from ckpttool.formats.megatron.dist_names import VOCABULARY, Builder, Held, check_layers, natural_order, part_of
+from ckpttool.formats.megatron.dist_names import (
+    VOCABULARY,
+    DistCatalogBuilder,
+    DistTensor,
+    check_layers,
+    natural_order,
+    part_of,
+)
 from ckpttool.formats.megatron.dist_optimizer import (
     MASTERS,
-    State,
+    ParameterState,
     group_of,
     is_joined,
     is_optimizers,
@@ -43,7 +58,7 @@ from ckpttool.formats.megatron.dist_optimizer import (
 )
 from ckpttool.formats.megatron.dist_place import BACKEND, COMMON, find, holds_save
 from ckpttool.formats.megatron.dist_write import write_dist
-from ckpttool.formats.megatron.groups import Optimizer, counters, optimizers_of, placed
+from ckpttool.formats.megatron.groups import SavedOptimizer, counters, optimizers_of, placed
 from ckpttool.formats.megatron.names import TARGETS, canonical
 from ckpttool.formats.megatron.sizes import check_sizes
 from ckpttool.formats.torch import (
@@ -51,8 +66,8 @@ from ckpttool.formats.torch import (
     MAX_OBJECT,
     METADATA,
     ChunkFiles,
-    Described,
-    Entry,
+    DcpEntry,
+    DcpTensor,
     NotPlainError,
     Span,
     entries_of,
@@ -93,7 +108,7 @@ class MegatronDist:
         """Raises IncompleteError (a file or chunk is missing), CorruptError (the metadata and the files contradict each
         other), ConflictError (chunks overlap), UnsupportedError (another backend), and what reading its pickles raises.
         """
-        return _Reading(self.name, find(listing)).read()
+        return _DistReader(self.name, find(listing)).read()
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """A save has a file for each rank of one stage, and Megatron cuts what it holds for any mesh."""
@@ -104,10 +119,10 @@ class MegatronDist:
         return write_dist(request)
 
 
-class _Reading:
+class _DistReader:
     """One save that is being read."""
 
-    def __init__(self, name: str, save: run.Save) -> None:
+    def __init__(self, name: str, save: run.MegatronSave) -> None:
         self.name, self.save, self.where = name, save, str(save.listing.root)
         self.chunks = ChunkFiles()
         self.files = self.chunks.files
@@ -116,8 +131,8 @@ class _Reading:
         self.args = plain_args(self.common.pop("args", None))
         self.notes += run.other_iteration(save.listing, self.common.get("iteration"))
         self.original: dict[str, tuple[int, ...]] = {}
-        """What the metadata says of the shapes of states that are saved in runs."""
-        self.arrays: dict[str, Held] = {}
+        """Shapes in the metadata of states that are saved in runs."""
+        self.arrays: dict[str, DistTensor] = {}
         """Tensors that are files of zarr."""
         self.refused: dict[str, CkptError] = {}
 
@@ -143,7 +158,7 @@ class _Reading:
         return out, left
 
     def _without_scale(self, optimizer: Any) -> Any:
-        """What is known of one optimizer, or of several by their numbers, but the scale of the loss: it is a tensor."""
+        """The values of one optimizer, or of several by their numbers, but the scale of the loss: it is a tensor."""
         if not isinstance(optimizer, dict):
             return optimizer
         out = {k: self._without_scale(v) if type(k) is int else v for k, v in optimizer.items()}
@@ -163,7 +178,7 @@ class _Reading:
         layers = layers if type(layers) is int else 0
         parts = {fqn: part_of(fqn, t.shape, layers) for fqn, t in sorted_.model.items()}
         check_layers(parts, layers, self.where)
-        builder = Builder(self.files, self._vocabulary(config, sorted_.model))
+        builder = DistCatalogBuilder(self.files, self._vocabulary(config, sorted_.model))
         for fqn in sorted_.model:
             builder.add("model", "", parts[fqn], held.pop(fqn))
         own = 0
@@ -188,10 +203,12 @@ class _Reading:
         check_sizes(config, model, self.where)
         return self._stored(config, catalog, self._training(catalog, self._optimizers(sorted_.objects)))
 
-    def _buckets(self, builder: Builder, flat: Mapping[str, Held], objects: Mapping[str, Span], layers: int) -> None:
+    def _buckets(
+        self, builder: DistCatalogBuilder, flat: Mapping[str, DistTensor], objects: Mapping[str, Span], layers: int
+    ) -> None:
         """The state in flat buffers; what is refused is so only where it is asked for."""
         held = builder.model()
-        model = Model(
+        model = ModelParameters(
             {n: shape for n, (_, shape, _) in held.items()},
             {n: TORCH_DTYPE.get(dtype, dtype) for n, (dtype, _, _) in held.items()},
             {n: boxes for n, (_, _, boxes) in held.items()},
@@ -223,8 +240,8 @@ class _Reading:
         value = held.value[0] if isinstance(held.value, list) and held.value else held.value
         put_joined(buffers, fqn, value, lambda t: held.place(t, fqn, span[0]))
 
-    def _optimizers(self, objects: Mapping[str, Span]) -> list[Optimizer]:
-        """Those in common.pt, or the same of each optimizer's first group of ranks."""
+    def _optimizers(self, objects: Mapping[str, Span]) -> list[SavedOptimizer]:
+        """The optimizers in common.pt, or the same of each optimizer's first group of ranks."""
         if found := optimizers_of(self.common.get("optimizer")):
             return found
         first: dict[int, tuple[int, str]] = {}
@@ -238,21 +255,21 @@ class _Reading:
                 found += optimizers_of(plain_value(held.value, file, held)) if span[2] <= MAX_OBJECT else []
         return found
 
-    def _other_arguments(self, model: Mapping[str, Described]) -> dict[str, Any]:
-        """Those of a save by NeMo or Bridge, which lie beside it; {} where nothing says any."""
+    def _other_arguments(self, model: Mapping[str, DcpTensor]) -> dict[str, Any]:
+        """The arguments that NeMo or Bridge keep beside a save; {} where there are none."""
         args, where = nemo.arguments_beside(self.save.listing, self.save.beside)
         if args:
             self.notes.append(f"sizes of the model are those of {where}")
             args.setdefault("padded_vocab_size", _rows(model))
         return args
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[DcpEntry]:
         path = self.save.listing.path(METADATA)
         if METADATA not in self.save.listing.names:
             said = self.save.listing.json(BACKEND).get("sharded_backend")
             if said == dist_zarr.BACKEND:
                 self.arrays = dist_zarr.read_arrays(self.save.listing, self.files)
-                return [Entry(k, (k,), Described(h.dtype, h.shape, ())) for k, h in self.arrays.items()]
+                return [DcpEntry(k, (k,), DcpTensor(h.dtype, h.shape, ())) for k, h in self.arrays.items()]
             if isinstance(said, str) and said != _BACKEND:
                 raise UnsupportedError(
                     f"the tensors are stored by the backend {printable(said)}",
@@ -266,7 +283,7 @@ class _Reading:
                 finding="save-unfinished",
             )
         value = read_pickle(path)
-        said = value.fields.get("mcore_data") if type(value) is Record else None
+        said = value.fields.get("mcore_data") if type(value) is PickledObject else None
         for fqn, about in said.items() if isinstance(said, dict) else ():
             shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
             if isinstance(shape, tuple):
@@ -274,7 +291,7 @@ class _Reading:
         entries = entries_of(value, path, partial(self.chunks.number, self.save.listing), *_METADATA_CLASSES)
         return entries if COMMON in self.save.listing.names else self._of_fsdp(entries)
 
-    def _of_fsdp(self, entries: Sequence[Entry]) -> list[Entry]:
+    def _of_fsdp(self, entries: Sequence[DcpEntry]) -> list[DcpEntry]:
         """The entries of a save that has common.pt's values among them."""
         found = translated(entries)
         for fqn, span in found.values:
@@ -293,21 +310,21 @@ class _Reading:
             self.notes.append("the optimizer's steps differ from parameter to parameter, and are left out")
         return found.entries
 
-    def _sorted(self, entries: Sequence[Entry]) -> _Sorted:
-        """What each entry is; values that are not read are noted."""
+    def _sorted(self, entries: Sequence[DcpEntry]) -> _Sorted:
+        """Sort entries by kind; values that are not read are noted."""
         out = _Sorted({}, {}, {}, {})
         extra, unread = 0, []
         for e in entries:
             if not canonical(e.fqn):
                 extra += 1
             elif is_optimizers(e.fqn):
-                if not isinstance(e.value, Described):
+                if not isinstance(e.value, DcpTensor):
                     out.objects[e.fqn] = e.value
                 elif (state := state_of(e.fqn)) is not None:
                     out.states[e.fqn] = state, e.value
                 else:
                     out.flat[e.fqn] = e.value
-            elif isinstance(e.value, Described):
+            elif isinstance(e.value, DcpTensor):
                 out.model[e.fqn] = e.value
             else:
                 unread.append(e.fqn)
@@ -316,9 +333,9 @@ class _Reading:
         self.left += sorted({u.partition("/")[0] for u in unread})
         return out
 
-    def _held(self, described: Mapping[str, Described]) -> dict[str, Held]:
+    def _held(self, described: Mapping[str, DcpTensor]) -> dict[str, DistTensor]:
         """The tensors, of which the head of each chunk is read, file by file."""
-        out = {f: self.arrays.get(f) or Held(t.dtype, t.shape, []) for f, t in described.items()}
+        out = {f: self.arrays.get(f) or DistTensor(t.dtype, t.shape, []) for f, t in described.items()}
         todo = sorted((c.span, f, j) for f, t in described.items() for j, c in enumerate(t.chunks) if c.box.volume)
         for number, group in groupby(todo, key=lambda item: item[0][0]):
             with opened(self.files[number].place) as file:
@@ -329,7 +346,7 @@ class _Reading:
                     out[fqn].chunks.append((box, stored))
         return out
 
-    def _vocabulary(self, config: Mapping[str, Any], model: Mapping[str, Described]) -> int:
+    def _vocabulary(self, config: Mapping[str, Any], model: Mapping[str, DcpTensor]) -> int:
         """Rows of tokens; 0 where nobody says them. Raises ConflictError where there are fewer rows."""
         rows = _rows(model)
         said = whole_number(config, "vocab_size")
@@ -345,8 +362,8 @@ class _Reading:
             self.notes.append(f"nothing says how many of the {rows:,} rows of the vocabulary are padding; all are kept")
         return said
 
-    def _training(self, catalog: Catalog, optimizers: Sequence[Optimizer]) -> base.Training | None:
-        """What else a trainer resumes from; steps become tensors of the catalog."""
+    def _training(self, catalog: Catalog, optimizers: Sequence[SavedOptimizer]) -> base.TrainingState | None:
+        """Everything else that a trainer resumes from; steps become tensors of the catalog."""
         plain = nemo.progress(self.common, self.save.listing) | counters(self.common, self.args)
         stateful = {k.name for k in catalog.tensors if k.component in _STATES}
         model = {k.name: t.shape for k, t in catalog.tensors.items() if k.component == "model"}
@@ -362,7 +379,7 @@ class _Reading:
             return None
         taken = {*steps.values()} if not stateful else set()
         step = int(taken.pop()) if len(taken) == 1 else None
-        return base.Training(tuple(groups), step, plain, tuple(self.left))
+        return base.TrainingState(tuple(groups), step, plain, tuple(self.left))
 
     def _steps(self, catalog: Catalog, steps: Mapping[str, float]) -> None:
         if not steps:
@@ -376,7 +393,7 @@ class _Reading:
             catalog.tensors[key] = whole_tensor(stored, key)
 
     def _stored(
-        self, config: dict[str, Any], catalog: Catalog, training: base.Training | None
+        self, config: dict[str, Any], catalog: Catalog, training: base.TrainingState | None
     ) -> base.StoredCheckpoint:
         listing = self.save.listing
         own = [COMMON, BACKEND, *(f.place.name for f in self.files)]
@@ -403,18 +420,18 @@ class _Reading:
         )
 
 
-def _rows(model: Mapping[str, Described]) -> int:
-    """Of the vocabulary, padding included; 0 where there is none."""
+def _rows(model: Mapping[str, DcpTensor]) -> int:
+    """Rows of the vocabulary, padding included; 0 where there is none."""
     return next((t.shape[0] for f, t in model.items() if canonical(f) in VOCABULARY and t.shape), 0)
 
 
 class _Sorted(NamedTuple):
-    """What the entries of a save are."""
+    """The entries of a save by kind."""
 
-    model: dict[str, Described]
-    states: dict[str, tuple[State, Described]]
-    """Of the optimizer, by parameter."""
-    flat: dict[str, Described]
+    model: dict[str, DcpTensor]
+    states: dict[str, tuple[ParameterState, DcpTensor]]
+    """States of the optimizer, by parameter."""
+    flat: dict[str, DcpTensor]
     """Flat buffers of the optimizer."""
     objects: dict[str, Span]
-    """Where the optimizer's values are that are no tensors."""
+    """Places of the optimizer's values that are not tensors."""

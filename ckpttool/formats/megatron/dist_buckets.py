@@ -23,13 +23,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.geometry import Box, from_flat
 from ckpttool.errors import CorruptError, UnsupportedError
 from ckpttool.formats.megatron.buffers import ALIGNMENT
-from ckpttool.formats.megatron.dist_names import Held
+from ckpttool.formats.megatron.dist_names import DistTensor
 from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TARGETS, spelled, traits
 from ckpttool.formats.megatron.order import in_model_order, is_parameter
@@ -42,13 +42,13 @@ _OWNER = re.compile(r"(?:chained_(?P<chain>\d{1,3})\.)?optimizer\.distributed\.d
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-_HINT = "save it once more with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out with --only model"
+_HINT = "save it once more with --dist-ckpt-optim-fully-reshardable, or omit the optimizer with --only model"
 
-Found = tuple[str, str, Box, StoredTensor]
+BucketSlice = tuple[str, str, Box, StoredTensor]
 """(state, parameter, box of the whole parameter, what holds it)."""
 
 
-class Bucket(NamedTuple):
+class SavedBucket(NamedTuple):
     """A run of parameters of one rank."""
 
     elements: int
@@ -59,13 +59,13 @@ class Bucket(NamedTuple):
 
     @property
     def bounds(self) -> frozenset[int]:
-        """Where chunks begin, and the end."""
+        """Starts of the chunks, and the end."""
         chunks = next(iter(self.states.values()), [])
         return frozenset([at for at, _ in chunks] + [self.elements])
 
 
 class Sizes(NamedTuple):
-    """Of the mesh that trained."""
+    """Parallel sizes of the mesh that trained."""
 
     tp: int
     pp: int
@@ -73,15 +73,15 @@ class Sizes(NamedTuple):
     etp: int
 
 
-class Model(NamedTuple):
+class ModelParameters(NamedTuple):
     """The parameters of the model, and how the save cuts them."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By canonical name."""
+    """Shapes by canonical name."""
     dtypes: Mapping[str, str]
     """torch's names."""
     boxes: Mapping[str, Sequence[Box]]
-    """Of each, those that the chunks are, in order."""
+    """The boxes of each parameter's chunks, in order."""
     layers: int
 
 
@@ -110,11 +110,11 @@ def is_grouped(args: Mapping[str, Any]) -> bool:
     return True
 
 
-Buffers = dict[tuple[int, int], dict[int, tuple[str, dict[int, Bucket]]]]
+Buffers = dict[tuple[int, int], dict[int, tuple[str, dict[int, SavedBucket]]]]
 """(number of the optimizer, group) -> number of the buffer -> (dtype, its buckets by number)."""
 
 
-def buffers_of(flat: Mapping[str, Held]) -> Buffers:
+def buffers_of(flat: Mapping[str, DistTensor]) -> Buffers:
     """The buckets of all ranks. Raises UnsupportedError for a key of another kind, CorruptError for chunks that leave
     elements out."""
     out: Buffers = {}
@@ -124,7 +124,7 @@ def buffers_of(flat: Mapping[str, Held]) -> Buffers:
             raise UnsupportedError(f"the optimizer has state of an unknown kind: `{printable(fqn)}`", hint=_HINT)
         owner = int(m["chain"] or 0), int(m["group"])
         dtype, buckets = out.setdefault(owner, {}).setdefault(int(m["buffer"]), (m["dtype"], {}))
-        bucket = buckets.setdefault(int(m["bucket"]), Bucket(held.shape[0], {}))
+        bucket = buckets.setdefault(int(m["bucket"]), SavedBucket(held.shape[0], {}))
         chunks = sorted((box.start[0], stored) for box, stored in held.chunks)
         ends = [0, *(at + stored.shape[0] for at, stored in chunks)]
         if (
@@ -137,7 +137,7 @@ def buffers_of(flat: Mapping[str, Held]) -> Buffers:
     return out
 
 
-def put_joined(buffers: Buffers, fqn: str, value: Any, place: Callable[[Tensor], StoredTensor]) -> None:
+def put_joined(buffers: Buffers, fqn: str, value: Any, place: Callable[[TorchTensor], StoredTensor]) -> None:
     """Add what ``dp_zero_gather_scatter`` saves of a group: {buffer: {dtypes: {state: the whole buffer}}}.
 
     Raises CorruptError for another value.
@@ -150,25 +150,27 @@ def put_joined(buffers: Buffers, fqn: str, value: Any, place: Callable[[Tensor],
         if type(number) is not int or not isinstance(of, dict):
             continue
         for dtypes, states in of.items():
-            tensors = {k: v for k, v in states.items() if isinstance(v, Tensor)} if isinstance(states, dict) else {}
+            tensors = (
+                {k: v for k, v in states.items() if isinstance(v, TorchTensor)} if isinstance(states, dict) else {}
+            )
             lengths = {t.shape for t in tensors.values()}
             first = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
             if len(lengths) != 1 or len(next(iter(lengths))) != 1 or not isinstance(first, Global):
                 raise CorruptError(f"`{printable(fqn)}` does not hold flat states of one length")
             held = {k: [(0, place(t))] for k, t in tensors.items()}
-            own[number] = first.name, {0: Bucket(lengths.pop()[0], held, joined=True)}
+            own[number] = first.name, {0: SavedBucket(lengths.pop()[0], held, joined=True)}
 
 
-class _Parameter(NamedTuple):
+class _BucketParameter(NamedTuple):
     name: str
     boxes: tuple[Box, ...]
-    """What the rank has, one behind the other; () for a copy of what another stage has."""
+    """The boxes that the rank has, one behind the other; () for a copy of what another stage has."""
     elements: int
 
 
-_Stage = list[dict[str, list[Bucket]]]
+_Stage = list[dict[str, list[SavedBucket]]]
 """The buffers of a rank by dtype, of each interleaved stage."""
-_Placed = list[tuple[_Parameter, Bucket, int]]
+_Placed = list[tuple[_BucketParameter, SavedBucket, int]]
 """(parameter, its bucket, its first element there)."""
 
 
@@ -179,7 +181,7 @@ class _NoFitError(Exception):
 class Placer:
     """Finds the parameters in the buffers of all ranks."""
 
-    def __init__(self, buffers: Buffers, model: Model, sizes: Sizes, target: str, *, grouped: bool) -> None:
+    def __init__(self, buffers: Buffers, model: ModelParameters, sizes: Sizes, target: str, *, grouped: bool) -> None:
         self.buffers, self.model, self.sizes = buffers, model, sizes
         self.targets = (target,) if target in TARGETS else TARGETS
         self.grouped = grouped
@@ -198,14 +200,14 @@ class Placer:
         self.apart = any(optimizer for optimizer, _ in buffers)
         """Whether experts have an optimizer and buffers of their own: not where no rank has others than the rest."""
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[BucketSlice]:
         """All state. Raises UnsupportedError where no order fits, or several do."""
         tp, pp, ep, etp = self.sizes
         want = {(0, g) for g in range(tp * pp)} | {(1, g) for g in range(pp * ep * etp) if self.experts}
         ragged = self.experts % ep != 0
         if not {(0, g) for g in range(tp * pp)} <= self.buffers.keys() <= want or ragged:
             raise _refusal("its groups of ranks are not those of the mesh in `args`")
-        found: list[list[Found]] = []
+        found: list[list[BucketSlice]] = []
         why = ""
         for target in self.targets:
             try:
@@ -218,7 +220,7 @@ class Placer:
             raise _refusal("the order of Transformer Engine's modules fits, and so does that of the local spec")
         return found[0]
 
-    def _placed(self, target: str) -> Iterator[Found]:
+    def _placed(self, target: str) -> Iterator[BucketSlice]:
         tp, pp, ep, etp = self.sizes
         dense = {g: _stages(self.buffers[0, g]) for g in range(tp * pp)}
         turns = len(dense[0])
@@ -242,37 +244,39 @@ class Placer:
             share = self.experts // ep
             for routed, buffers in zip(experts[stage], held, strict=True):
                 own = [n for n in routed if (m := _EXPERT.search(n)) and int(m[1]) // share == e]
-                for placed in self._fitted(target, _Names((), [own], ()), buffers, x, experts=True):
+                for placed in self._fitted(target, _BucketOrder((), [own], ()), buffers, x, experts=True):
                     yield from _found(placed)
 
-    def _layers_of(self, target: str, buffers: dict[str, list[Bucket]], at: int, *, last: bool) -> tuple[_Names, int]:
-        """What lies in the buffers of a stage whose first layer is ``at``, and the layer after them."""
+    def _layers_of(
+        self, target: str, buffers: dict[str, list[SavedBucket]], at: int, *, last: bool
+    ) -> tuple[_BucketOrder, int]:
+        """The parameters in the buffers of a stage whose first layer is ``at``, and the layer after them."""
         before = self.before if at == 0 else []
         room = sum(b.elements for of in buffers.values() for b in of)
         for stop in [len(self.layers)] if last else range(at, len(self.layers) + 1):
-            names = _Names(before, self.layers[at:stop], [])
+            names = _BucketOrder(before, self.layers[at:stop], [])
             if not last and self._elements(names) > room:
                 break
             for copies in self._copies(at) if last else [()]:
-                names = _Names(before, self.layers[at:stop], [*self.behind] if last else [], copies)
+                names = _BucketOrder(before, self.layers[at:stop], [*self.behind] if last else [], copies)
                 with suppress(_NoFitError):
                     list(self._fitted(target, names, buffers, 0))
                     return names, stop
         raise _NoFitError(f"no number of layers from layer {at} on fits the buffers of their stage, {room:,} elements")
 
     def _copies(self, at: int) -> list[tuple[str, ...]]:
-        """Which copies the last stage may have of the embedding: as the head that is tied to it, or for multi-token
+        """The copies of the embedding that the last stage may have: as the head that is tied to it, or for multi-token
         prediction."""
         if self.sizes.pp == 1:
             return [()]
         tied = (_HEAD,) if _HEAD not in self.model.shapes else ()
         return [tied, (*tied, _EMBEDDING)] if at else [tied]
 
-    def _elements(self, names: _Names) -> int:
+    def _elements(self, names: _BucketOrder) -> int:
         return sum([p.elements for p in self._parameters(self.targets[0], names, 0, experts=False)])
 
-    def _parameters(self, target: str, names: _Names, rank: int, *, experts: bool) -> list[_Parameter]:
-        """In the order of ``named_parameters()``."""
+    def _parameters(self, target: str, names: _BucketOrder, rank: int, *, experts: bool) -> list[_BucketParameter]:
+        """A rank's parameters in the order of ``named_parameters()``."""
         held = [n for n in names.all if not self.apart or is_expert(n) == experts]
         called = {
             spelled(
@@ -285,11 +289,12 @@ class Placer:
         for s in in_model_order(called):
             name = called[s]
             boxes = self._share(_EMBEDDING if name in names.copies else name, rank, experts=experts)
-            out.append(_Parameter(name, () if name in names.copies else boxes, sum([b.volume for b in boxes])))
+            out.append(_BucketParameter(name, () if name in names.copies else boxes, sum([b.volume for b in boxes])))
         return out
 
     def _share(self, name: str, rank: int, *, experts: bool) -> tuple[Box, ...]:
-        """What a tensor-parallel rank has of a parameter: each chunk of the model's is one rank's, or half of it."""
+        """The boxes of a parameter that a tensor-parallel rank has: each chunk of the model's is one rank's, or half of
+        it."""
         boxes, ranks = self.model.boxes[name], self.sizes.etp if experts else self.sizes.tp
         own = tuple(boxes if len(boxes) == 1 else boxes[rank::ranks])
         even = len(boxes) == 1 or len(boxes) % ranks == 0
@@ -298,10 +303,16 @@ class Placer:
         return own
 
     def _fitted(
-        self, target: str, names: _Names, buffers: dict[str, list[Bucket]], rank: int, *, experts: bool = False
+        self,
+        target: str,
+        names: _BucketOrder,
+        buffers: dict[str, list[SavedBucket]],
+        rank: int,
+        *,
+        experts: bool = False,
     ) -> Iterator[_Placed]:
-        """Where the parameters of a rank lie, for each dtype. Raises _NoFitError."""
-        by_dtype: dict[str, list[_Parameter]] = {}
+        """Places of a rank's parameters, for each dtype. Raises _NoFitError."""
+        by_dtype: dict[str, list[_BucketParameter]] = {}
         for p in self._parameters(target, names, rank, experts=experts):
             by_dtype.setdefault(self.model.dtypes[_EMBEDDING if p.name in names.copies else p.name], []).append(p)
         if by_dtype.keys() != buffers.keys():
@@ -313,7 +324,7 @@ class Placer:
             yield placed
 
 
-class _Names(NamedTuple):
+class _BucketOrder(NamedTuple):
     before: Sequence[str]
     layers: Sequence[Sequence[str]]
     behind: Sequence[str]
@@ -329,7 +340,7 @@ def _refusal(why: str) -> UnsupportedError:
     return UnsupportedError(f"nothing says where the parameters lie in the optimizer's flat buffers: {why}", hint=_HINT)
 
 
-def _stages(buffers: Mapping[int, tuple[str, Mapping[int, Bucket]]]) -> _Stage:
+def _stages(buffers: Mapping[int, tuple[str, Mapping[int, SavedBucket]]]) -> _Stage:
     """The buffers of each interleaved stage: its dtypes come one after the other, and then those of the next stage."""
     out: _Stage = []
     for _, (dtype, buckets) in sorted(buffers.items()):
@@ -341,7 +352,9 @@ def _stages(buffers: Mapping[int, tuple[str, Mapping[int, Bucket]]]) -> _Stage:
     return out
 
 
-def _in_buckets(parameters: Sequence[_Parameter], buckets: Sequence[Bucket], alignment: int) -> _Placed | None:
+def _in_buckets(
+    parameters: Sequence[_BucketParameter], buckets: Sequence[SavedBucket], alignment: int
+) -> _Placed | None:
     """The parameters, the last one first, each at a multiple of ``alignment``; None where they do not fit."""
     out: _Placed = []
     k = at = 0
@@ -360,7 +373,7 @@ def _in_buckets(parameters: Sequence[_Parameter], buckets: Sequence[Bucket], ali
     return out if fits and all(b.joined or _bounds_fit(out, b) for b in buckets) else None
 
 
-def _bounds_fit(placed: _Placed, bucket: Bucket) -> bool:
+def _bounds_fit(placed: _Placed, bucket: SavedBucket) -> bool:
     """Whether the chunks of a bucket begin and end with its parameters, but where the next data-parallel rank begins:
     all of these have parts of the same length."""
     bounds = bucket.bounds
@@ -373,8 +386,8 @@ def _bounds_fit(placed: _Placed, bucket: Bucket) -> bool:
     return not step or all(n in bounds for n in range(0, bucket.elements, step))
 
 
-def _found(placed: _Placed) -> Iterator[Found]:
-    """What holds each box of the parameters."""
+def _found(placed: _Placed) -> Iterator[BucketSlice]:
+    """The stored tensor of each box of the parameters."""
     for p, bucket, begin in placed:
         at = begin
         for box in p.boxes:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpttool.core.optimizer_states import STEP
-from ckpttool.formats.torch import Described, Entry, Span
+from ckpttool.formats.torch import DcpEntry, DcpTensor, Span
 
 _WRAPPED = re.compile(r"model\d*\.(?:module\.)*(?P<key>.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<key>.+)\.(?P<state>\w+)")
@@ -25,19 +25,19 @@ _PLAIN = frozenset(("args", "iteration", "num_floating_point_operations_so_far")
 class Translated(NamedTuple):
     """Such a save in the words of ``torch_dist``."""
 
-    entries: list[Entry]
+    entries: list[DcpEntry]
     steps: list[tuple[str, Span]]
     """Steps of the optimizer: (entry, where it is)."""
     values: list[tuple[str, Span]]
-    """What others have in common.pt."""
+    """The values that other saves keep in common.pt."""
 
 
-def translated(entries: Iterable[Entry]) -> Translated:
+def translated(entries: Iterable[DcpEntry]) -> Translated:
     """The entries of a save without common.pt."""
     out = Translated([], [], [])
     for e in entries:
-        alone = e.value.chunks[0].span if isinstance(e.value, Described) and e.value.shape == () else None
-        span = alone if isinstance(e.value, Described) else e.value
+        alone = e.value.chunks[0].span if isinstance(e.value, DcpTensor) and e.value.shape == () else None
+        span = alone if isinstance(e.value, DcpTensor) else e.value
         if e.fqn in _PLAIN and span is not None:
             out.values.append((e.fqn, span))
         elif m := _WRAPPED.fullmatch(e.fqn):

@@ -29,26 +29,26 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, found_as
 from ckpttool.formats.megatron.names import canonical
 from ckpttool.formats.megatron.stages import layer_of
 
-Chunk = tuple[Box, StoredTensor]
+StoredChunk = tuple[Box, StoredTensor]
 """A box of the global shape, and what holds it: a tensor of the same shape."""
 
 
-class Held(NamedTuple):
+class DistTensor(NamedTuple):
     """A tensor of a save."""
 
     dtype: str
     shape: tuple[int, ...]
     """Global, with the axes of layers and experts in front."""
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
 
-class Part(NamedTuple):
-    """What of the model a key holds."""
+class KeyPart(NamedTuple):
+    """The tensors of the model that one key holds."""
 
     names: tuple[str, ...]
     """Canonical, along the axes in front: all experts of the first layer, then those of the next one."""
     counts: tuple[int, ...]
-    """Of layers and experts along the axes in front; () where there are none."""
+    """Numbers of layers and experts along the axes in front; () where there are none."""
     half: str = ""
     """``w`` or ``v``: only the first or second half of the rows."""
 
@@ -63,9 +63,9 @@ VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight
 """Tensors with a row for each token, behind which there are rows of no token."""
 
 
-def part_of(key: str, shape: tuple[int, ...], layers: int) -> Part:
-    """What a key of this global shape holds of a model with so many layers. Raises CorruptError for too few axes, or
-    more tensors than any model has."""
+def part_of(key: str, shape: tuple[int, ...], layers: int) -> KeyPart:
+    """The tensors that a key of this global shape holds in a model with so many layers. Raises CorruptError for too few
+    axes, or more tensors than any model has."""
     half = ""
     if m := _HALVES.fullmatch(key):
         key, half = m["whole"], m["half"]
@@ -88,10 +88,10 @@ def part_of(key: str, shape: tuple[int, ...], layers: int) -> Part:
             else:
                 name += rest
         names.append(canonical(name, layers))
-    return Part(tuple(names), counts, half)
+    return KeyPart(tuple(names), counts, half)
 
 
-def check_layers(parts: Mapping[str, Part], layers: int, where: str) -> None:
+def check_layers(parts: Mapping[str, KeyPart], layers: int, where: str) -> None:
     """Raises ConflictError where the keys hold other layers than the ``layers`` of the model's configuration."""
     for key, part in parts.items():
         if "mtp.layers." in key or not part.names or not layers:
@@ -105,7 +105,7 @@ def check_layers(parts: Mapping[str, Part], layers: int, where: str) -> None:
             )
 
 
-class Builder:
+class DistCatalogBuilder:
     """Puts the chunks of all keys together."""
 
     def __init__(self, files: list[DataFile], vocabulary: int) -> None:
@@ -116,7 +116,7 @@ class Builder:
         self._boxes: dict[Box, Box] = {}
         """Tensors are cut in few ways: each box is kept once."""
 
-    def add(self, component: str, state: str, part: Part, held: Held) -> None:
+    def add(self, component: str, state: str, part: KeyPart, held: DistTensor) -> None:
         """The tensors of a key. Raises ConflictError where two keys say different things of a tensor."""
         axes = len(part.counts)
         shape = held.shape[axes:]
@@ -175,12 +175,12 @@ class Builder:
 
     @property
     def keys(self) -> list[Key]:
-        """Of all tensors, in the order in which they came."""
+        """Keys of all tensors, in the order in which they came."""
         return list(self._pieces)
 
 
 def slabs(box: Box, stored: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What a chunk holds of each layer and expert: (number among all of them, byte at which it begins)."""
+    """The slices of a chunk by layer and expert: (number among all of them, byte at which it begins)."""
     axes = len(counts)
     if not axes:
         yield 0, stored.offset

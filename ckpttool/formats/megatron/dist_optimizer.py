@@ -20,23 +20,23 @@ from ckpttool.containers.pickle import printable
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.geometry import from_flat
 from ckpttool.errors import CorruptError, UnsupportedError
-from ckpttool.formats.megatron.dist_names import Chunk, Held
+from ckpttool.formats.megatron.dist_names import DistTensor, StoredChunk
 
 MASTERS = frozenset(("param", "fp32_param"))
 """States that are the weights themselves."""
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.(?P<state>\w+)\.(?P<key>.+)")
 _OWN = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.")
-_RESHARD = "save it once more with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out with --only model"
+_RESHARD = "save it once more with --dist-ckpt-optim-fully-reshardable, or omit the optimizer with --only model"
 
 
-class State(NamedTuple):
+class ParameterState(NamedTuple):
     """State of a parameter."""
 
     component: str
     name: str
     """torch's, of an optimizer's."""
     key: str
-    """That of the parameter in the model."""
+    """Key of the parameter in the model."""
 
 
 def is_optimizers(fqn: str) -> bool:
@@ -44,11 +44,15 @@ def is_optimizers(fqn: str) -> bool:
     return _OWN.match(fqn) is not None
 
 
-def state_of(fqn: str) -> State | None:
-    """Which state of which parameter an entry is."""
+def state_of(fqn: str) -> ParameterState | None:
+    """The parameter and state of an entry."""
     if (m := _STATE.fullmatch(fqn)) is None:
         return None
-    return State("master_weights", "", m["key"]) if m["state"] in MASTERS else State("optimizer", m["state"], m["key"])
+    return (
+        ParameterState("master_weights", "", m["key"])
+        if m["state"] in MASTERS
+        else ParameterState("optimizer", m["state"], m["key"])
+    )
 
 
 _GROUP = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,7})\.optimizer(?:/.*)?")
@@ -77,7 +81,7 @@ def sharding_type(common: Mapping[str, Any]) -> str:
     return said if isinstance(said, str) else ""
 
 
-def unflattened(fqn: str, held: Held, shape: tuple[int, ...], original: Any) -> Held:
+def unflattened(fqn: str, held: DistTensor, shape: tuple[int, ...], original: Any) -> DistTensor:
     """A state whose ranks saved runs of elements, as boxes of the parameter's global ``shape``.
 
     Where ranks held boxes [x, y] of [X, Y], runs of these lie in [X // x, Y // y, x * y]. ``original`` is the shape
@@ -99,7 +103,7 @@ def unflattened(fqn: str, held: Held, shape: tuple[int, ...], original: Any) -> 
         raise CorruptError(f"the state `{printable(fqn)}` {list(held.shape)} does not fit its parameter {list(shape)}")
     if ".experts." in fqn and original is None:
         raise UnsupportedError(f"nothing says how the state `{printable(fqn)}` of experts lies", hint=_RESHARD)
-    chunks: list[Chunk] = []
+    chunks: list[StoredChunk] = []
     for box, stored in held.chunks:
         begin = tuple([i * n for i, n in zip(box.start, local, strict=False)])
         if any(n != 1 for n in box.shape[:-1]) or stored.strides is not None:
@@ -108,7 +112,7 @@ def unflattened(fqn: str, held: Held, shape: tuple[int, ...], original: Any) -> 
         for part in from_flat(box.start[-1], box.stop[-1], local):
             chunks.append((part.shift(begin), stored._replace(shape=part.shape, offset=at)))
             at += part.volume * item
-    return Held(held.dtype, shape, chunks)
+    return DistTensor(held.dtype, shape, chunks)
 
 
 def whole_of(shapes: Mapping[str, tuple[int, ...]], fqn: str, key: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Where a save of Megatron Core's dist_checkpointing is.
+"""Find a save of Megatron Core's dist_checkpointing.
 
 run/latest_checkpointed_iteration.txt    1000, or `release`
 run/iter_0001000/common.pt               all that is not cut: arguments, counters, groups of the optimizer
@@ -53,10 +53,10 @@ def holds_save(listing: Listing) -> bool:
     return is_save(chosen) if chosen else any(is_save(listing.inside(n)) for n in run.saves(listing))
 
 
-def find(listing: Listing) -> run.Save:
+def find(listing: Listing) -> run.MegatronSave:
     """The save at a source. Raises UsageError for one file of several, IncompleteError where there is none."""
     if (found := nemo.find(listing)) is not None and is_save(found.listing):
-        return run.Save(*found)
+        return found
     if listing.single:
         raise UsageError(
             "this is one of the files of a checkpoint",

@@ -43,7 +43,7 @@ from ckpttool.formats.megatron.dist_place import BACKEND, COMMON
 from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE, spelled, traits
 from ckpttool.formats.megatron.run import POINTER
-from ckpttool.formats.torch import METADATA, Chunks, ChunkWriter, Described, Span, write_metadata
+from ckpttool.formats.torch import METADATA, ChunkWriter, DcpTensor, Span, TensorChunks, write_metadata
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -78,9 +78,9 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
     own = own_args(request)
     grouped = request.version != LOCAL and bool(own.get("moe_grouped_gemm", True))
     args = {**own, **args_of(request, _rows(shapes), grouped=grouped, dist=True)}
-    keys = Keys.of(request, args, shapes)
-    held = _Held(request)
-    save = _Save(request.mesh, keys, shapes)
+    keys = DistKeys.of(request, args, shapes)
+    held = _WrittenState(request)
+    save = _DistLayout(request.mesh, keys, shapes)
     for r, t in held.tensors():
         save.add(r, t)
     spans = save.finish()
@@ -144,7 +144,7 @@ def _check(request: base.WriteRequest) -> None:
     if not any(t.component == "model" for t in request.ranks[0]):
         raise UnsupportedError(
             "a save of Megatron's holds the model, and the state of its optimizer beside it",
-            hint="add --only model, or leave --only out",
+            hint="add --only model, or omit --only",
         )
     odd = next((t for t in request.ranks[0] if t.component == "model" and t.dtype not in _FLOATS), None)
     if odd is not None:
@@ -172,8 +172,8 @@ def _rows(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return next(iter(shapes.get(_EMBEDDING, (0,))), 0)
 
 
-class Place(NamedTuple):
-    """Where a tensor is in the save."""
+class KeyPlace(NamedTuple):
+    """The place of a tensor in the save."""
 
     key: str
     at: tuple[int, ...]
@@ -182,15 +182,15 @@ class Place(NamedTuple):
     """How many of them there are."""
 
 
-class Keys:
-    """What the tensors of a model are called in a save."""
+class DistKeys:
+    """The keys of a model's tensors in a save."""
 
     def __init__(
         self, names: Iterable[str], *, layers: int, target: str, stacked: bool, chained: bool, notes: Sequence[str]
     ) -> None:
         self.layers, self.target, self.stacked, self.chained = layers, target, stacked, chained
         self.notes = notes
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, KeyPlace] = {}
         self.sparse, self.latent = traits(names)
         self.experts: dict[int, int] = {}
         """How many each layer has."""
@@ -201,7 +201,7 @@ class Keys:
                 self.experts[at] = max(self.experts.get(at, 0), int(expert[1]) + 1)
 
     @classmethod
-    def of(cls, request: base.WriteRequest, args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Keys:
+    def of(cls, request: base.WriteRequest, args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DistKeys:
         """The keys for the parameters of a request; ``args`` are those of the save."""
         numbers = {int(m[1]) for n in shapes if (m := _LAYER.match(n))}
         said = args.get("num_layers")
@@ -224,16 +224,16 @@ class Keys:
         )
 
     @property
-    def places(self) -> Iterable[Place]:
-        """Of all parameters that were asked for."""
+    def places(self) -> Iterable[KeyPlace]:
+        """Places of all parameters that were asked for."""
         return self._places.values()
 
-    def place(self, name: str) -> Place:
-        """Of the parameter with a canonical name."""
+    def place(self, name: str) -> KeyPlace:
+        """The place of the parameter with a canonical name."""
         known = self._places.get(name)
         return known or self._places.setdefault(name, self._place(name))
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> KeyPlace:
         m = _LAYER.match(name)
         layer = int(m[1]) if m else -1
         key = self._spelled(name)
@@ -245,7 +245,7 @@ class Keys:
         if e := _LOCAL_EXPERT.search(key):
             key = _LOCAL_EXPERT.sub(".mlp.experts.experts.", key, count=1)
             at, counts = (*at, int(e[1])), (*counts, self.experts[layer])
-        return Place(key, at, counts)
+        return KeyPlace(key, at, counts)
 
     def _spelled(self, name: str) -> str:
         if self.target != LOCAL:
@@ -255,7 +255,7 @@ class Keys:
         return spelled(name, target=LOCAL if self.latent else TRANSFORMER_ENGINE, layers=self.layers)
 
     def fqn(self, t: RankTensor) -> str:
-        """What a tensor is called."""
+        """A tensor's name in the save."""
         key = self.place(t.name).key
         if t.component == "model":
             return key
@@ -264,7 +264,7 @@ class Keys:
 
 
 def _first_unlike(shapes: Mapping[str, tuple[int, ...]], layers: int) -> str:
-    """What a layer has that another one has not, or otherwise; "" where all layers are alike."""
+    """The name of a tensor that one layer has and another one lacks, or otherwise; "" where all layers are alike."""
     by_layer: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         m = _LAYER.match(name)
@@ -279,8 +279,8 @@ def _first_unlike(shapes: Mapping[str, tuple[int, ...]], layers: int) -> str:
     return ""
 
 
-class _Held:
-    """What of the request is written."""
+class _WrittenState:
+    """The tensors of the request that are written."""
 
     def __init__(self, request: base.WriteRequest) -> None:
         self._ranks = request.ranks
@@ -299,8 +299,8 @@ class _Held:
         self._made = {*self.trained}.difference(found.get((_MASTERS, ""), ()))
         if lacking := [n for n in self.trained if n in self._made and dtypes.get(n) not in _WIDENED]:
             raise UnsupportedError(
-                f"there is no master weight of `{lacking[0]}`, which Megatron's optimizer goes on from",
-                hint="leave --only out, or name model and master_weights, too",
+                f"there is no master weight of `{lacking[0]}`, which Megatron's optimizer resumes from",
+                hint="omit --only, or also name model and master_weights",
             )
         made = any(dtypes[n] != "F32" for n in self._made)
         self.notes = [_MASTERS_MADE] if made else []
@@ -329,11 +329,11 @@ def _check_adam(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise UnsupportedError(
             f"Megatron's distributed optimizer is Adam, and `{name}` has "
             + (f"no `{lacks[0]}`" if lacks else f"`{odd[0]}`, which does not have its shape"),
-            hint="leave the optimizer out: --only model",
+            hint="omit the optimizer: --only model",
         )
 
 
-class _Tensor:
+class _OpenTensor:
     """A tensor of the save that is being laid out."""
 
     __slots__ = ("boxes", "chunks", "component", "dtype", "elements", "known", "shape")
@@ -341,21 +341,21 @@ class _Tensor:
     def __init__(self, t: RankTensor, shape: tuple[int, ...]) -> None:
         self.component, self.dtype, self.shape, self.elements = t.component, t.dtype, shape, 0
         self.boxes: list[tuple[int, Box]] = []
-        self.chunks = Chunks(self.boxes)
+        self.chunks = TensorChunks(self.boxes)
         self.known: set[Box] = set()
-        """Those that have been written."""
+        """Boxes that have been written."""
 
 
-class _Save:
-    """What has been laid out so far, by file."""
+class _DistLayout:
+    """The files of a save while they are laid out."""
 
-    def __init__(self, mesh: Mesh, keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, mesh: Mesh, keys: DistKeys, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.mesh, self.keys, self.shapes = mesh, keys, shapes
         self.files = ChunkWriter(mesh.world)
         first = RankTensors()
         self.ranks = [first, *(RankTensors(share_index_with=first) for _ in range(mesh.world - 1))]
-        self.described: dict[str, Described] = {}
-        self._open: dict[str, _Tensor] = {}
+        self.described: dict[str, DcpTensor] = {}
+        self._open: dict[str, _OpenTensor] = {}
         self._boxes: dict[Box, Box] = {}
         """Tensors are cut in few ways: each box is kept once."""
         self._cuts: dict[Box, tuple[tuple[Box, Box], ...]] = {}
@@ -368,7 +368,7 @@ class _Save:
         fqn, place, shape = self.keys.fqn(t), self.keys.place(t.name), self.shapes[t.name]
         tensor = self._open.get(fqn)
         if tensor is None:
-            tensor = self._open[fqn] = _Tensor(t, (*place.counts, *shape))
+            tensor = self._open[fqn] = _OpenTensor(t, (*place.counts, *shape))
         if tensor.dtype != t.dtype:
             raise UnsupportedError(
                 f"`{fqn}` would hold tensors of {tensor.dtype} and {t.dtype}, and has one dtype",
@@ -403,7 +403,7 @@ class _Save:
             yield logical, t._replace(shape=logical.shape, boxes=cut)
 
     def finish(self) -> dict[str, Span]:
-        """Where the values lie that are no tensors. Raises ConflictError for parts that do not make up the whole.
+        """Places of the values that are not tensors. Raises ConflictError for parts that do not make up the whole.
 
         These are the extra states of modules, which hold FP8's history: a loader asks for them whether there is any or
         not. All of them are the same value, which says that there is none.
@@ -412,20 +412,20 @@ class _Save:
             if tensor.elements != prod(tensor.shape) and tensor.component != "model":
                 raise UnsupportedError(
                     f"`{fqn}` holds the state of the optimizer for all layers, and some of them have none (frozen?)",
-                    hint="leave the optimizer out: --only model",
+                    hint="omit the optimizer: --only model",
                 )
             if tensor.elements != prod(tensor.shape):
                 raise ConflictError(
                     f"of `{fqn}` {list(tensor.shape)}, {tensor.elements:,} of {prod(tensor.shape):,} elements are here",
-                    hint="a layer or an expert is missing: leave --keep-keys and --remove-keys out",
+                    hint="a layer or an expert is missing: omit --keep-keys and --remove-keys",
                 )
-            self.described[fqn] = Described(tensor.dtype, tensor.shape, tensor.chunks)
+            self.described[fqn] = DcpTensor(tensor.dtype, tensor.shape, tensor.chunks)
         self._open.clear()
         span = self.files.value([Hole("U8", (0,))])
         return dict.fromkeys(_extra_states(self.keys.places, self.keys.target), span)
 
 
-def _extra_states(places: Iterable[Place], target: str) -> Iterator[str]:
+def _extra_states(places: Iterable[KeyPlace], target: str) -> Iterator[str]:
     """Names of the extra states that any version of Megatron Core and Transformer Engine asks for."""
     for place in places:
         m, a = _MODULE.fullmatch(place.key), _ATTENTION.fullmatch(place.key)

@@ -24,7 +24,7 @@ from ckpttool.core.files import DataFile
 from ckpttool.core.geometry import Box, contiguous_strides
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.megatron.dist_names import Chunk, Held
+from ckpttool.formats.megatron.dist_names import DistTensor, StoredChunk
 from ckpttool.storage.listing import Listing
 
 BACKEND = "zarr"
@@ -46,7 +46,7 @@ _MOST_CHUNKS = 1 << 22
 _MOST_AXES = 32
 
 
-def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, Held]:
+def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, DistTensor]:
     """The tensors of a save by key; their chunks are added to ``files``.
 
     Raises IncompleteError for files that are missing or cut off, CorruptError for metadata that contradicts itself,
@@ -56,7 +56,7 @@ def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, Held]:
     for key in listing.folders():
         inside = listing.inside(key)
         if ARRAY in inside.names:
-            out[key] = _Array(inside, key).read(files)
+            out[key] = _ZarrArray(inside, key).read(files)
         elif chunk := next((n for n in inside.names if _CHUNK.fullmatch(n)), ""):
             raise IncompleteError(
                 f"{ARRAY} of `{printable(key)}` is missing, and its chunks are here ({chunk}, ...)",
@@ -67,7 +67,7 @@ def read_arrays(listing: Listing, files: list[DataFile]) -> dict[str, Held]:
     return out
 
 
-class _Array:
+class _ZarrArray:
     def __init__(self, listing: Listing, key: str) -> None:
         self.listing, self.key = listing, key
         self.where = str(listing.path(ARRAY))
@@ -79,7 +79,7 @@ class _Array:
         hint = "load it with NeMo or Megatron-LM, and save it with dist_ckpt_format torch_dist"
         raise UnsupportedError(f"tensor `{printable(self.key)}` {what}", where=self.where, hint=hint)
 
-    def read(self, files: list[DataFile]) -> Held:
+    def read(self, files: list[DataFile]) -> DistTensor:
         said = self.listing.json(ARRAY)
         if said.get("zarr_format") != 2:
             self.refuse(f"is of version {printable(str(said.get('zarr_format')), 20)} of zarr, and only 2 is read")
@@ -98,7 +98,7 @@ class _Array:
         shape, chunks = self.sizes(said, "shape", 0), self.sizes(said, "chunks", 1)
         if len(shape) != len(chunks):
             self.corrupt(f"says the shape {list(shape)} and chunks of {list(chunks)}")
-        return Held(_DTYPES[dtype], shape, self.chunks(_DTYPES[dtype], shape, chunks, files))
+        return DistTensor(_DTYPES[dtype], shape, self.chunks(_DTYPES[dtype], shape, chunks, files))
 
     def sizes(self, said: dict[str, Any], name: str, least: int) -> tuple[int, ...]:
         value = said.get(name)
@@ -110,7 +110,9 @@ class _Array:
             self.corrupt(f"says the {name} {value!s:.60}")
         return tuple(value)
 
-    def chunks(self, dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], files: list[DataFile]) -> list[Chunk]:
+    def chunks(
+        self, dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], files: list[DataFile]
+    ) -> list[StoredChunk]:
         counts = [ceil(n / c) for n, c in zip(shape, chunks, strict=True)]
         if prod(counts) > _MOST_CHUNKS:
             self.refuse(f"has {prod(counts):,} chunks")

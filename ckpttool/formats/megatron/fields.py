@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from ckpttool.containers.pickle import Global, Record, printable
+from ckpttool.containers.pickle import Global, PickledObject, printable
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 
 _MOST = 1 << 40
@@ -20,13 +20,13 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], called: str) -> None:
         self.values = values
         self.called = called
-        """In front of a name in messages: ``args.`` or ``config.json: ``."""
+        """Prefix of a name in messages: ``args.`` or ``config.json: ``."""
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def name(self, name: str) -> str:
-        """For messages."""
+        """The full name of a field, for messages."""
         return f"`{self.called}{name}`"
 
     def shown(self, name: str) -> str:
@@ -112,4 +112,4 @@ def shown(value: Any) -> str:
         return printable(repr(value) if not isinstance(value, int) or abs(value) < _MOST else "a huge number", 60)
     if isinstance(value, Global):
         return f"{value}"
-    return f"of type {printable(value.cls, 60) if isinstance(value, Record) else type(value).__name__}"
+    return f"of type {printable(value.cls, 60) if isinstance(value, PickledObject) else type(value).__name__}"

@@ -18,21 +18,21 @@ _EXPERT = re.compile(r"\.mlp\.experts\.")
 _ENDS = ("embedding.", "output_layer.")
 _STEP = "step"
 COUNTERS = ("iteration", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine")
-"""What a save and ``Training.plain`` have under the same name."""
+"""Counters that a save and ``TrainingState.plain`` have under the same name."""
 CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """The same of its arguments."""
 
 
-class Optimizer(NamedTuple):
+class SavedOptimizer(NamedTuple):
     """One of the optimizers of a save."""
 
     groups: tuple[Mapping[str, Any], ...]
     step: float | None
-    """Of all its parameters, where it is not in the groups."""
+    """The step of all its parameters, where it is not in the groups."""
 
 
-def optimizers_of(value: Any) -> list[Optimizer]:
-    """Those in what a save calls ``optimizer``: one, or a list or dict of several (plain values)."""
+def optimizers_of(value: Any) -> list[SavedOptimizer]:
+    """The optimizers in a save's ``optimizer``: one, or a list or dict of several (plain values)."""
     if isinstance(value, list):
         return [o for v in value for o in optimizers_of(v)]
     if not isinstance(value, dict):
@@ -41,7 +41,7 @@ def optimizers_of(value: Any) -> list[Optimizer]:
     if isinstance(inner, dict) and isinstance(groups := inner.get("param_groups"), list):
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
-        return [Optimizer(tuple(g for g in groups if isinstance(g, dict)), step if _is_number(step) else None)]
+        return [SavedOptimizer(tuple(g for g in groups if isinstance(g, dict)), step if _is_number(step) else None)]
     if value and all(type(k) is int for k in value):
         return [o for _, v in sorted(value.items()) for o in optimizers_of(v)]
     return []
@@ -53,7 +53,7 @@ def is_expert(name: str) -> bool:
 
 
 def placed(
-    optimizers: Sequence[Optimizer], shapes: Mapping[str, tuple[int, ...]]
+    optimizers: Sequence[SavedOptimizer], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[base.ParamGroup], dict[str, float], bool]:
     """(groups with names, step of each parameter that has one, whether every parameter has its group).
 
@@ -110,6 +110,6 @@ def _is_number(value: Any) -> bool:
 
 
 def counters(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """What is counted beside the optimizer, of plain values: iteration, samples, the learning rate's schedule."""
+    """Plain counters beside the optimizer: iteration, samples, the learning rate's schedule."""
     out = {k: common[k] for k in COUNTERS if k in common}
     return out | {k: args[k] for k in CONSUMED if _is_number(args.get(k))}

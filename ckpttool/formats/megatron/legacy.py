@@ -26,7 +26,7 @@ from typing import Any
 
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import is_plain
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import itemsize
@@ -40,7 +40,7 @@ from ckpttool.formats.megatron import legacy_ranks, names, nemo, run
 from ckpttool.formats.megatron.args import model_config, plain_args
 from ckpttool.formats.megatron.groups import counters
 from ckpttool.formats.megatron.legacy_optimizer import Optimizers
-from ckpttool.formats.megatron.legacy_ranks import Held
+from ckpttool.formats.megatron.legacy_ranks import LegacyTensor
 from ckpttool.formats.megatron.legacy_write import legacy_mesh, write_legacy
 from ckpttool.formats.megatron.nemo_names import core_names
 from ckpttool.formats.megatron.sizes import check_sizes
@@ -113,7 +113,7 @@ class Megatron:
         raises.
         """
         if (found := nemo.find(listing)) is not None and nemo.ranks(found.listing):
-            return _NemoReader(self.name, run.Save(*found), options).read()
+            return _NemoReader(self.name, found, options).read()
         if _is_of_one_rank(listing):
             alone = "--from torch-bin, which takes the tensors of this file for a model"
             raise UsageError(
@@ -122,7 +122,7 @@ class Megatron:
                 hint=f"give the directory of all: {listing.root.parent}" + (f"; or {alone}" if listing.single else ""),
             )
         save = run.find(listing, is_save=is_save(listing))
-        return _Reader(self.name, save, options).read()
+        return _LegacyReader(self.name, save, options).read()
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return legacy_mesh(asked, said)
@@ -145,25 +145,25 @@ def _is_of_one_rank(listing: Listing) -> bool:
 
 
 @dataclass(slots=True)
-class _Rank:
-    """What was read of a directory."""
+class _ReadRank:
+    """The tensors that were read from one directory."""
 
     rank: int
     stage: int
-    held: list[Held]
+    held: list[LegacyTensor]
 
 
-class _Reader:
+class _LegacyReader:
     """One save while it is read."""
 
-    def __init__(self, format_name: str, save: run.Save, options: base.ReadOptions) -> None:
+    def __init__(self, format_name: str, save: run.MegatronSave, options: base.ReadOptions) -> None:
         self.format_name, self.save, self.options = format_name, save, options
         self.root = save.listing.root
         self.files: list[DataFile] = []
         self.notes: list[str] = list(save.notes)
         self.args: dict[str, Any] = {}
         self.said: dict[str, Any] = {}
-        """Of the first rank: what all have in common."""
+        """The first rank's values, which all ranks have in common."""
         self.writers: dict[str, Mapping[str, Any]] = {}
         """Directory: the arguments in it."""
         self.trained = False
@@ -225,8 +225,8 @@ class _Reader:
 
     # -- files
 
-    def _directories(self) -> list[legacy_ranks.Named]:
-        """Those of ranks, each of which has its file."""
+    def _directories(self) -> list[legacy_ranks.RankDirectory]:
+        """The directories of ranks, each with its file."""
         named = sorted(legacy_ranks.directories(self.save.listing.folders()))
         lacking = [n.name for n in named if FILE not in self.save.listing.inside(n.name).names]
         if lacking and any(_OLD_FILE in self.save.listing.inside(n).names for n in lacking):
@@ -253,7 +253,7 @@ class _Reader:
             raise CorruptError("the file is not one of Megatron-LM: it holds no dict", where=str(path))
         return file
 
-    def _is_staged(self, named: list[legacy_ranks.Named]) -> bool:
+    def _is_staged(self, named: list[legacy_ranks.RankDirectory]) -> bool:
         """Whether the second number of names is a pipeline stage: ranks of experts all hold the embedding."""
         last = max(named, key=lambda n: n.numbers[1])
         held = [n for _, n, _ in _model(self._open(last.name), str(self.root / last.name))]
@@ -261,7 +261,9 @@ class _Reader:
             "final_layernorm" in n for n in [name for _, name, _ in _model(self._open(named[0].name), "")]
         )
 
-    def _rank(self, name: str, file: TorchFile, rank: int, grid: legacy_ranks.Grid, optimizers: Optimizers) -> _Rank:
+    def _rank(
+        self, name: str, file: TorchFile, rank: int, grid: legacy_ranks.RankGrid, optimizers: Optimizers
+    ) -> _ReadRank:
         where = str(file.info.place)
         self.writers[name] = self._check_same(file, where)
         self.trained |= "rng_state" in file.value
@@ -271,14 +273,14 @@ class _Reader:
         for chunk, key, value in _model(file, where):
             if not _canonical(key):
                 self.extra += 1
-            elif isinstance(value, Tensor):
+            elif isinstance(value, TorchTensor):
                 bare = key.removeprefix("module.")
-                held.append(Held(chunk, bare, file.place(value, bare, number)._replace(rank=rank)))
+                held.append(LegacyTensor(chunk, bare, file.place(value, bare, number)._replace(rank=rank)))
             elif value is None or is_plain(value):
                 self.left[printable(key, 60)] = None
             else:
                 raise UnsupportedError(
-                    f"`{printable(key)}` is no plain tensor",
+                    f"`{printable(key)}` is not a plain tensor",
                     where=where,
                     hint="parameters in FP8 (--fp8-param-gather) are not read: save without it",
                 )
@@ -287,7 +289,7 @@ class _Reader:
             optimizers.refuse("it is a layer-wise one (Muon and others), whose files name no parameters", where)
         path: Place | None = beside.path(OPTIMIZER_FILE) if OPTIMIZER_FILE in beside.names else None
         optimizers.add(rank // grid.width, held, file, number, path)
-        return _Rank(rank, rank // grid.width, held)
+        return _ReadRank(rank, rank // grid.width, held)
 
     def _check_same(self, file: TorchFile, where: str) -> dict[str, Any]:
         """The arguments of a rank. Raises ConflictError for files of two saves."""
@@ -309,7 +311,9 @@ class _Reader:
 
     # -- what training goes on from
 
-    def _training(self, file: TorchFile, groups: tuple[base.ParamGroup, ...], step: int | None) -> base.Training | None:
+    def _training(
+        self, file: TorchFile, groups: tuple[base.ParamGroup, ...], step: int | None
+    ) -> base.TrainingState | None:
         plain = {k: v for k, v in counters(file.value, self.args).items() if is_plain(v) and v not in (None, {})}
         others = [str(k) for k in file.value if k not in plain and k not in _STRUCTURE and not _MODEL.fullmatch(str(k))]
         left = [printable(k, 60) for k in others if file.value.get(k)]
@@ -318,13 +322,13 @@ class _Reader:
         counted = plain.keys() - {"iteration", "num_floating_point_operations_so_far"}
         if not groups and not counted and not plain.get("iteration"):
             return None  # weights for everyone, as a converter writes them
-        return base.Training(groups, step, plain, tuple(left))
+        return base.TrainingState(groups, step, plain, tuple(left))
 
 
-class _NemoReader(_Reader):
+class _NemoReader(_LegacyReader):
     """NeMo 1: a rank's file is the dict of its tensors, and the arguments lie beside it."""
 
-    def __init__(self, format_name: str, save: run.Save, options: base.ReadOptions) -> None:
+    def __init__(self, format_name: str, save: run.MegatronSave, options: base.ReadOptions) -> None:
         super().__init__(format_name, save, options)
         self.args, where = nemo.arguments_beside(save.listing, save.beside)
         if where:
@@ -332,13 +336,13 @@ class _NemoReader(_Reader):
 
     def _arguments(self, first: TorchFile) -> dict[str, Any]:
         rows = first.value["model"].get(_EMBEDDING)
-        if self.args and isinstance(rows, Tensor) and rows.shape:
+        if self.args and isinstance(rows, TorchTensor) and rows.shape:
             tp = self.args.get(legacy_ranks.ARGS["tp"]) or 1
             self.args.setdefault("padded_vocab_size", rows.shape[0] * (tp if type(tp) is int else 1))
         return self.args
 
-    def _directories(self) -> list[legacy_ranks.Named]:
-        named = [legacy_ranks.Named(n, numbers) for n, numbers in nemo.ranks(self.save.listing).items()]
+    def _directories(self) -> list[legacy_ranks.RankDirectory]:
+        named = [legacy_ranks.RankDirectory(n, numbers) for n, numbers in nemo.ranks(self.save.listing).items()]
         if not named[0].name:
             self.args |= dict.fromkeys(legacy_ranks.ARGS.values(), 1) if self.args else {}
         return sorted(named)
@@ -369,7 +373,7 @@ def _model(file: TorchFile, where: str) -> Iterator[tuple[int, str, Any]]:
                 hint="convert it with Megatron-LM's tools/checkpoint/convert.py: --loader legacy --saver core",
             )
         if not isinstance(model, dict):
-            raise CorruptError(f"`{key}` is no dict of tensors", where=where)
+            raise CorruptError(f"`{key}` is not a dict of tensors", where=where)
         for name, value in model.items():
             yield chunk, str(name), value
 
@@ -377,7 +381,7 @@ def _model(file: TorchFile, where: str) -> Iterator[tuple[int, str, Any]]:
 def _possible_etps(file: TorchFile, config: Mapping[str, Any]) -> tuple[int, ...]:
     """How many ranks may cut an expert, by the shape of one and config.json; () where the model has none."""
     for _, name, value in _model(file, str(file.info.place)):
-        if ".mlp.experts." not in name or not isinstance(value, Tensor):
+        if ".mlp.experts." not in name or not isinstance(value, TorchTensor):
             continue
         full = config_field(config, "moe_intermediate_size") or config_field(config, "intermediate_size")
         if re.search(r"linear_fc2\.weight\d*\Z", name) and len(value.shape) == 2 and full and value.shape[1]:
@@ -392,8 +396,8 @@ def _possible_etps(file: TorchFile, config: Mapping[str, Any]) -> tuple[int, ...
 class _Naming:
     """Gives tensors of ranks their names in the whole model."""
 
-    grid: legacy_ranks.Grid
-    ranks: list[_Rank]
+    grid: legacy_ranks.RankGrid
+    ranks: list[_ReadRank]
     args: Mapping[str, Any]
     config: Mapping[str, Any]
     where: str
@@ -404,7 +408,7 @@ class _Naming:
     _first_mtp: dict[tuple[int, int], int] = field(default_factory=dict)
     _layers: int = 0
     _experts: int = 0
-    """That a rank holds of each layer."""
+    """Experts of each layer on a rank."""
     _known: dict[tuple[int, int, int, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -492,7 +496,7 @@ class _Naming:
             known = self._known[key] = text
         return known
 
-    def tensors(self, held: Held, stored: StoredTensor) -> Iterator[StoredTensor]:
+    def tensors(self, held: LegacyTensor, stored: StoredTensor) -> Iterator[StoredTensor]:
         """``stored``, which holds of ``held`` the weight or a state, as tensors of the model."""
         m = _GROUPED.fullmatch(held.name)
         if m is None:

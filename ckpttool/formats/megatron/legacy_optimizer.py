@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.pickle import Global, printable
 from ckpttool.containers.plain import Numbers, is_plain
-from ckpttool.containers.torch_pickle import BY_TORCH, Tensor
+from ckpttool.containers.torch_pickle import BY_TORCH, TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import itemsize
@@ -37,26 +37,26 @@ from ckpttool.core.words import count
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
 from ckpttool.formats.megatron import buffers
-from ckpttool.formats.megatron.legacy_ranks import Grid, Held
+from ckpttool.formats.megatron.legacy_ranks import LegacyTensor, RankGrid
 from ckpttool.formats.torch import names_of
 
 MASTERS, COMPONENT = "master_weights", "optimizer"
 _STATES = {"param": (MASTERS, ""), "exp_avg": (COMPONENT, "exp_avg"), "exp_avg_sq": (COMPONENT, "exp_avg_sq")}
 """Name in distrib_optim.pt -> component and state."""
 _BUFFER = re.compile(r"\.(?:expert_bias|local_tokens_per_expert|global_tokens_per_expert|ga_steps|inv_freq)\Z")
-"""What modules hold beside parameters."""
+"""Buffers that modules hold beside parameters."""
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
-"""What tells groups from each other, as Megatron itself does it when it loads them."""
-_OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM writes it anew"
+"""Fields that tell groups from each other, as Megatron itself does it when it loads them."""
+_OLD = "--ckpt-convert-update-legacy-dist-opt-format of Megatron-LM rewrites it"
 _FROZEN = "where parameters were frozen, save with --ckpt-format torch_dist, which names those that are trained"
-_WITHOUT = "or leave the optimizer out: --only model"
+_WITHOUT = "or omit the optimizer: --only model"
 
-Tensors = Callable[[Held, StoredTensor], Iterable[StoredTensor]]
+FindTensors = Callable[[LegacyTensor, StoredTensor], Iterable[StoredTensor]]
 """The tensors of the whole model that a tensor of a rank stands for."""
 
 
-class Found(NamedTuple):
-    """What the optimizers of all ranks hold."""
+class LegacyOptimizer(NamedTuple):
+    """The optimizers of all ranks, joined."""
 
     tensors: list[StoredTensor]
     groups: tuple[base.ParamGroup, ...]
@@ -68,36 +68,36 @@ class Found(NamedTuple):
 class _Flat(NamedTuple):
     """Parameters in a flat buffer of a file."""
 
-    parameters: list[Held]
+    parameters: list[LegacyTensor]
     at: list[int]
     """First element of each."""
     vectors: dict[str, tuple[int, int]]
     """Name of the state -> (file, byte of its first element)."""
 
 
-class _Own(NamedTuple):
+class _LegacyState(NamedTuple):
     """A tensor of the state of one parameter."""
 
-    held: Held
+    held: LegacyTensor
     component: str
     state: str
     stored: StoredTensor
 
 
 @dataclass(slots=True)
-class _Group:
+class _LegacyGroup:
     values: dict[str, Any]
-    parameters: list[Held] = field(default_factory=list)
+    parameters: list[LegacyTensor] = field(default_factory=list)
 
 
 class Optimizers:
     """Reads those of one rank after the other."""
 
-    def __init__(self, args: Mapping[str, Any], grid: Grid, files: list[DataFile]) -> None:
+    def __init__(self, args: Mapping[str, Any], grid: RankGrid, files: list[DataFile]) -> None:
         self.args, self.grid, self.files = args, grid, files
         self._flat: list[_Flat] = []
-        self._own: list[_Own] = []
-        self._groups: dict[tuple[Any, ...], _Group] = {}
+        self._own: list[_LegacyState] = []
+        self._groups: dict[tuple[Any, ...], _LegacyGroup] = {}
         self._grouped = True
         """Whether it is known what the groups hold."""
         self._steps: dict[float, DataFile] = {}
@@ -111,7 +111,7 @@ class Optimizers:
         """Nothing of the optimizer can be read; the first reason is kept."""
         self._why = self._why or UnsupportedError(f"the optimizer is not read: {what}", where=where, hint=hint)
 
-    def add(self, stage: int, held: Sequence[Held], file: TorchFile, number: int, path: Place | None) -> None:
+    def add(self, stage: int, held: Sequence[LegacyTensor], file: TorchFile, number: int, path: Place | None) -> None:
         """Read that of a rank with the tensors ``held``; ``file`` is model_optim_rng.pt, ``path`` distrib_optim.pt."""
         value, where = file.value.get("optimizer"), str(file.info.place)
         parameters = [h for h in held if not _BUFFER.search(h.name)]
@@ -129,7 +129,7 @@ class Optimizers:
         except UnsupportedError as e:
             self._why = self._why or e
 
-    def finish(self, tensors: Tensors) -> Found:
+    def finish(self, tensors: FindTensors) -> LegacyOptimizer:
         """All of it under the names that ``tensors`` gives. Raises IncompleteError, ConflictError."""
         if self._lacking and self._distributed:
             raise IncompleteError(
@@ -154,7 +154,7 @@ class Optimizers:
                 )
         if self._why is not None:
             note = f"the optimizer is left out: {self._why.what.removeprefix('the optimizer is not read: ')}"
-            return Found([], (), None, [note], {COMPONENT: self._why, MASTERS: self._why})
+            return LegacyOptimizer([], (), None, [note], {COMPONENT: self._why, MASTERS: self._why})
         out = [t for flat in self._flat for t in self._of_flat(flat, tensors)]
         for held, component, state, stored in self._own:
             out += [t._replace(component=component, state=state) for t in tensors(held, stored)]
@@ -166,7 +166,7 @@ class Optimizers:
             named = dict.fromkeys(t.name for h in group.parameters for t in tensors(h, h.stored))
             groups.append(base.ParamGroup(tuple(named), group.values))
         whole = int(step) if step is not None and step == int(step) else None
-        return Found(out, tuple(groups), whole, list(self._notes), {})
+        return LegacyOptimizer(out, tuple(groups), whole, list(self._notes), {})
 
     def _step_tensors(self, found: Sequence[StoredTensor], step: float) -> Iterator[StoredTensor]:
         """The step of each parameter that has state and no step of its own: one for all its ranks."""
@@ -179,7 +179,7 @@ class Optimizers:
 
     # -- the distributed optimizer
 
-    def _read_flat(self, path: Place, stage: int, parameters: list[Held], *, spread: bool) -> None:
+    def _read_flat(self, path: Place, stage: int, parameters: list[LegacyTensor], *, spread: bool) -> None:
         file = read_torch(path)
         where, number = str(path), len(self.files)
         self.files.append(file.info)
@@ -207,10 +207,10 @@ class Optimizers:
             for key, group in zip(keys, wanted, strict=True):
                 self._flat.append(self._buffer(entry[key], group, stage, file, number))
 
-    def _buffer(self, value: Any, group: list[Held], stage: int, file: TorchFile, number: int) -> _Flat:
+    def _buffer(self, value: Any, group: list[LegacyTensor], stage: int, file: TorchFile, number: int) -> _Flat:
         where = str(file.info.place)
         ((dtypes, state),) = value.items() if isinstance(value, dict) and len(value) == 1 else ((None, None),)
-        if not isinstance(state, dict) or not all(isinstance(state.get(n), Tensor) for n in _STATES):
+        if not isinstance(state, dict) or not all(isinstance(state.get(n), TorchTensor) for n in _STATES):
             raise CorruptError("a buffer of the optimizer lacks one of param, exp_avg and exp_avg_sq", where=where)
         own = group[0].stored.dtype
         if isinstance(dtypes, tuple) and dtypes and isinstance(dtypes[0], Global):
@@ -264,14 +264,14 @@ class Optimizers:
             return ()
         return tuple({max(buffers.SMALLEST_BUCKET, buffers.PER_RANK * n): None for n in (dp, dp * cp)})
 
-    def _alone(self, group: Sequence[Held], stage: int) -> list[frozenset[str]]:
+    def _alone(self, group: Sequence[LegacyTensor], stage: int) -> list[frozenset[str]]:
         """The parameters that may have had buckets of their own: the head that is a copy of the embedding."""
         if stage + 1 < self.grid.pp or self.grid.pp == 1 or self.args.get("untie_embeddings_and_output_weights"):
             return [frozenset()]
         head = frozenset(str(i) for i, h in enumerate(group) if h.name == "output_layer.weight")
         return [head, frozenset()] if head else [head]
 
-    def _of_flat(self, flat: _Flat, tensors: Tensors) -> Iterator[StoredTensor]:
+    def _of_flat(self, flat: _Flat, tensors: FindTensors) -> Iterator[StoredTensor]:
         size = itemsize("F32")
         for name, (file, begin) in flat.vectors.items():
             component, state = _STATES[name]
@@ -283,7 +283,13 @@ class Optimizers:
     # -- what model_optim_rng.pt has
 
     def _read_entry(
-        self, entry: Mapping[str, Any], parameters: list[Held], file: TorchFile, number: int, *, distributed: bool
+        self,
+        entry: Mapping[str, Any],
+        parameters: list[LegacyTensor],
+        file: TorchFile,
+        number: int,
+        *,
+        distributed: bool,
     ) -> None:
         where = str(file.info.place)
         masters = entry.get("fp32_from_fp16_params", entry.get("fp32_from_fp16"))
@@ -326,11 +332,11 @@ class Optimizers:
             if isinstance(step, (int, float)):
                 self._steps.setdefault(float(step), said_by)
 
-    def _merge(self, group: Mapping[str, Any], parameters: list[Held], where: str) -> None:
+    def _merge(self, group: Mapping[str, Any], parameters: list[LegacyTensor], where: str) -> None:
         """A group of a rank with that of the others."""
         values = {str(k): v for k, v in group.items() if k not in ("params", STEP) and is_plain(v)}
         key = tuple([repr(values.get(n, values.get(f"pre_{n}"))) for n in _IDENTITY])
-        known = self._groups.setdefault(key, _Group(values))
+        known = self._groups.setdefault(key, _LegacyGroup(values))
         known.parameters += parameters
         for name in known.values.keys() & values.keys():
             if repr(known.values[name]) != repr(values[name]):
@@ -346,7 +352,7 @@ class Optimizers:
         self,
         state: Mapping[Any, Any],
         groups: Sequence[Mapping[str, Any]],
-        members: Sequence[Sequence[Held]],
+        members: Sequence[Sequence[LegacyTensor]],
         file: TorchFile,
         number: int,
     ) -> None:
@@ -362,18 +368,18 @@ class Optimizers:
         for n, values in state.items():
             held = named[n]
             for what, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, Tensor):
+                if isinstance(value, TorchTensor):
                     stored = self._placed(value, held, str(what), file, number)
                 elif what == STEP and type(value) in (int, float):
                     stored = numbers.place(value, file.info)
                 else:
-                    self._notes[f"`{printable(str(what))}` of the optimizer is no tensor, and is left out"] = None
+                    self._notes[f"`{printable(str(what))}` of the optimizer is not a tensor and is skipped"] = None
                     continue
                 if what == STEP:
                     stored = stored._replace(shape=(), strides=None)
-                self._own.append(_Own(held, COMPONENT, str(what), stored._replace(rank=held.stored.rank)))
+                self._own.append(_LegacyState(held, COMPONENT, str(what), stored._replace(rank=held.stored.rank)))
 
-    def _placed(self, value: Tensor, held: Held, what: str, file: TorchFile, number: int) -> StoredTensor:
+    def _placed(self, value: TorchTensor, held: LegacyTensor, what: str, file: TorchFile, number: int) -> StoredTensor:
         stored = file.place(value, f"{what} of {held.name}", number)
         if stored.shape != held.stored.shape and prod(stored.shape) != 1:
             raise UnsupportedError(
@@ -384,7 +390,7 @@ class Optimizers:
             )
         return stored
 
-    def _masters(self, masters: Any, members: Sequence[Sequence[Held]], file: TorchFile, number: int) -> None:
+    def _masters(self, masters: Any, members: Sequence[Sequence[LegacyTensor]], file: TorchFile, number: int) -> None:
         """Masters, group by group; parameters that are float32 have none."""
         halves = [[h for h in group if h.stored.dtype != "F32"] for group in members]
         if masters is None and not any(halves):
@@ -398,10 +404,10 @@ class Optimizers:
             )
         for group, mine in zip(lists, halves, strict=True):
             for value, held in zip(group, mine, strict=True):
-                if not isinstance(value, Tensor):
-                    raise CorruptError("a master is no tensor", where=str(file.info.place))
+                if not isinstance(value, TorchTensor):
+                    raise CorruptError("a master weight is not a tensor", where=str(file.info.place))
                 stored = self._placed(value, held, "the master", file, number)
-                self._own.append(_Own(held, MASTERS, "", stored._replace(rank=held.stored.rank)))
+                self._own.append(_LegacyState(held, MASTERS, "", stored._replace(rank=held.stored.rank)))
 
 
 def _is_spread(entries: Sequence[Any], ep: int) -> bool:
@@ -420,7 +426,7 @@ def _groups_of(entry: Mapping[str, Any]) -> Any:
     return groups if isinstance(groups, list) and all(isinstance(g, dict) for g in groups) else None
 
 
-def _of_entry(parameters: Sequence[Held], i: int, entries: int, *, spread: bool) -> list[Held]:
+def _of_entry(parameters: Sequence[LegacyTensor], i: int, entries: int, *, spread: bool) -> list[LegacyTensor]:
     """The parameters of one of several optimizers: the last has the experts, if they are ``spread``; where two are
     before it, the first has the first chunk (``--overlap-param-gather-with-optimizer-step``).
     """
@@ -432,17 +438,17 @@ def _of_entry(parameters: Sequence[Held], i: int, entries: int, *, spread: bool)
     return dense if entries - spread == 1 else [h for h in dense if (h.chunk == 0) == (i == 0)]
 
 
-def _by_chunk_and_dtype(parameters: Iterable[Held]) -> list[list[Held]]:
-    """Of each buffer the parameters: those of one chunk and dtype, chunk by chunk."""
-    out: dict[tuple[int, str], list[Held]] = {}
+def _by_chunk_and_dtype(parameters: Iterable[LegacyTensor]) -> list[list[LegacyTensor]]:
+    """The parameters of each buffer: those of one chunk and dtype, chunk by chunk."""
+    out: dict[tuple[int, str], list[LegacyTensor]] = {}
     for h in parameters:
         out.setdefault((h.chunk, h.stored.dtype), []).append(h)
     return list(out.values())
 
 
 def _members(
-    groups: Sequence[Mapping[str, Any]], parameters: Sequence[Held], args: Mapping[str, Any]
-) -> list[list[Held]] | None:
+    groups: Sequence[Mapping[str, Any]], parameters: Sequence[LegacyTensor], args: Mapping[str, Any]
+) -> list[list[LegacyTensor]] | None:
     """The parameters of each group by Megatron's rules; None where these do not say it.
 
     Biases and what has one axis do not decay (``wd_mult`` 0) unless everything does, experts that are spread over ranks
@@ -454,7 +460,7 @@ def _members(
     spread, decoupled = any(k[1] for k in keys), any(k[2] for k in keys)
     norms = bool(args.get("apply_wd_to_qk_layernorm"))
     all_decay = all(k[0] for k in keys)  # every rank has the groups of all, those that are empty on it, too
-    out: list[list[Held]] = [[] for _ in groups]
+    out: list[list[LegacyTensor]] = [[] for _ in groups]
     for h in parameters:
         flat = h.name.endswith(".bias") or len(h.stored.shape) == 1
         if all_decay or (norms and ("q_layernorm." in h.name or "k_layernorm." in h.name)):
@@ -471,8 +477,8 @@ def _members(
     return out
 
 
-def _trained(parameters: list[Held], numbers: Sequence[Any], state: Mapping[Any, Any]) -> list[Held]:
-    """Those of the parameters of a group that its optimizer has, where some are frozen and shapes tell which.
+def _trained(parameters: list[LegacyTensor], numbers: Sequence[Any], state: Mapping[Any, Any]) -> list[LegacyTensor]:
+    """The parameters of a group that its optimizer has, where some are frozen and shapes tell which.
 
     All of them, where they are as many as the numbers, or nothing tells it.
     """
@@ -486,7 +492,7 @@ def _trained(parameters: list[Held], numbers: Sequence[Any], state: Mapping[Any,
 
 def _shape(state: Any) -> tuple[int, ...] | None:
     held = state.items() if isinstance(state, dict) else ()
-    return next((t.shape for what, t in held if what != STEP and isinstance(t, Tensor)), None)
+    return next((t.shape for what, t in held if what != STEP and isinstance(t, TorchTensor)), None)
 
 
 def _said(group: Mapping[str, Any], name: str) -> Any:

@@ -30,15 +30,15 @@ from ckpttool.formats.megatron.groups import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _VECTORS = ("param", *_MOMENTS)
-_LEAVE = "leave the optimizer out: --only model"
+_LEAVE = "omit the optimizer: --only model"
 _NAMED = f"write --to megatron-dist, whose files name the parameters that have state; or {_LEAVE}"
 _ONE_BUCKET = {"overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None}
-"""How the vectors are laid out; with parameters of other sizes than multiples of 64 elements it makes a difference."""
+"""Layout of the vectors; with parameters of other sizes than multiples of 64 elements it makes a difference."""
 _WIDENED = "master weights that the source does not have are float32 of the model weights (exact)"
 
 
 class Vectors(NamedTuple):
-    """What ``distrib_optim.pt`` of a rank holds."""
+    """The content of a rank's ``distrib_optim.pt``."""
 
     value: Any
     inside: list[tuple[tuple[Any, ...], RankTensor, int]]
@@ -47,7 +47,7 @@ class Vectors(NamedTuple):
     """Bytes of each vector."""
 
 
-class Optimizer:
+class LegacyOptimizerWriter:
     """The optimizer of a save."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Optimizer:
         groups = groups_of(request.training, shapes, experts_apart=self.chained, args=args)
         states = [{"optimizer": {"param_groups": of}} for of in groups.optimizers]
         self.plain = states if self.chained else states[0]
-        """What ``model_optim_rng.pt`` has of it."""
+        """The optimizer's part of ``model_optim_rng.pt``."""
         self.args = {"accumulate_allreduce_grads_in_fp32": self.wide, **_ONE_BUCKET}
         """Arguments of a run that loads it."""
         self.notes = [*groups.notes, "random number generators are not carried: load with --no-load-rng"]
@@ -81,8 +81,8 @@ class Optimizer:
         *,
         alone: Collection[str],
     ) -> Vectors:
-        """What a rank's file holds; ``order`` are the parameters of each of its chunks, in the model's order, ``alone``
-        those that another stage has, too.
+        """Build the content of a rank's file; ``order`` are the parameters of each of its chunks, in the model's order,
+        ``alone`` those that another stage has, too.
 
         Raises UnsupportedError for a parameter without moments.
         """
@@ -113,7 +113,7 @@ class Optimizer:
         return out if self.chained else out._replace(value=out.value[0])
 
     def _key(self, dtype: str) -> tuple[Global, Global]:
-        """Of a buffer: what its parameters are, and what their gradients are summed in."""
+        """The dtypes of a buffer's parameters and of their summed gradients."""
         return Global("torch", TORCH_DTYPE[dtype]), Global("torch", TORCH_DTYPE["F32" if self.wide else dtype])
 
     def _master(self, own: RankTensor, masters: Mapping[str, RankTensor]) -> RankTensor:

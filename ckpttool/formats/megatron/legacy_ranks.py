@@ -1,4 +1,4 @@
-"""Which ranks the directories of a legacy save are, and the mesh that they make.
+"""The ranks of a legacy save's directories, and their mesh.
 
     mp_rank_TT             no pipeline, no expert parallelism
     mp_rank_TT_PPP         pipeline
@@ -38,7 +38,7 @@ ARGS = {
 """Names of the parallel sizes in the arguments."""
 
 
-class Held(NamedTuple):
+class LegacyTensor(NamedTuple):
     """A tensor of a rank under the name that the file has, without wrappers."""
 
     chunk: int
@@ -51,14 +51,14 @@ class Held(NamedTuple):
         return ".mlp.experts." in self.name
 
 
-class Named(NamedTuple):
+class RankDirectory(NamedTuple):
     """A directory's name."""
 
     name: str
     numbers: tuple[int, ...]
 
 
-class Grid(NamedTuple):
+class RankGrid(NamedTuple):
     """The mesh, and where each directory stands in it."""
 
     tp: int
@@ -74,14 +74,16 @@ class Grid(NamedTuple):
         return lcm(self.tp, self.ep * self.etp)
 
     def sizes(self) -> dict[str, int]:
-        """By the names of flags."""
+        """Parallel sizes by the names of flags."""
         return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
-def directories(folders: Collection[str]) -> list[Named]:
-    """Those of ranks."""
+def directories(folders: Collection[str]) -> list[RankDirectory]:
+    """The directories of ranks among ``folders``."""
     return [
-        Named(n, tuple([int(g) for g in m.groups() if g is not None])) for n in folders if (m := _NAME.fullmatch(n))
+        RankDirectory(n, tuple([int(g) for g in m.groups() if g is not None]))
+        for n in folders
+        if (m := _NAME.fullmatch(n))
     ]
 
 
@@ -110,7 +112,9 @@ def said_sizes(args: Mapping[str, Any], flags: Mapping[str, int], where: Place) 
     return out
 
 
-def grid_of(named: Collection[Named], said: Mapping[str, int], where: Place, etps: Collection[int] = ()) -> Grid:
+def grid_of(
+    named: Collection[RankDirectory], said: Mapping[str, int], where: Place, etps: Collection[int] = ()
+) -> RankGrid:
     """The mesh of these directories. ``said`` are the sizes that are known; of others the names say them. ``etps`` are
     those that the experts' shapes allow, where ``said`` has none.
 
@@ -149,7 +153,7 @@ def grid_of(named: Collection[Named], said: Mapping[str, int], where: Place, etp
     places = _places(tp, ep, etp, where)
     _complete(here, places, pp, max(tp, ep * etp), axes, where)
     width = lcm(tp, ep * etp)
-    return Grid(tp, pp, ep, etp, {name: p * width + places[t, e] for (t, p, e), name in sorted(here.items())})
+    return RankGrid(tp, pp, ep, etp, {name: p * width + places[t, e] for (t, p, e), name in sorted(here.items())})
 
 
 def _places(tp: int, ep: int, etp: int, where: Place) -> dict[tuple[int, int], int]:
@@ -197,7 +201,7 @@ def _complete(
         )
 
 
-def check_writers(grid: Grid, args: Mapping[str, Mapping[str, Any]], where: Place, *, trained: bool) -> None:
+def check_writers(grid: RankGrid, args: Mapping[str, Mapping[str, Any]], where: Place, *, trained: bool) -> None:
     """Raises ConflictError for a directory whose file another rank wrote. ``args`` are the arguments in the file of
     each directory, of which each rank has its own ``rank``.
 

@@ -28,11 +28,11 @@ from ckpttool.formats.config import EXPERTS, LAYERS, whole_number
 from ckpttool.formats.megatron import names
 from ckpttool.formats.megatron.args import args_of
 from ckpttool.formats.megatron.beside import common, iteration_of, own_args
-from ckpttool.formats.megatron.legacy_optimizer_write import Optimizer
+from ckpttool.formats.megatron.legacy_optimizer_write import LegacyOptimizerWriter
 from ckpttool.formats.megatron.order import is_parameter, place
 from ckpttool.formats.megatron.run import POINTER
 from ckpttool.formats.megatron.stages import (
-    Chunk,
+    LayerChunk,
     chunk_of,
     chunks,
     expert_of,
@@ -65,23 +65,23 @@ def legacy_mesh(asked: Mesh, said: Mapping[str, int]) -> Mesh:
 
 def write_legacy(request: base.WriteRequest) -> base.FileLayout:
     """The files of each rank. Raises UnsupportedError for a model or an optimizer that Megatron does not have."""
-    return _Save(request).run()
+    return _LegacyLayout(request).run()
 
 
 @dataclass(slots=True)
-class _Rank:
-    """What a rank holds."""
+class _WrittenRank:
+    """The tensors that one rank stores."""
 
     at: Coords
     model: dict[str, RankTensor] = field(default_factory=dict)
     masters: dict[str, RankTensor] = field(default_factory=dict)
     states: dict[tuple[str, str], RankTensor] = field(default_factory=dict)
-    """By parameter and state."""
+    """Optimizer states by parameter and state."""
     names: list[dict[str, str]] = field(default_factory=list)
-    """Of each chunk: canonical names in the model's order, and what the file calls them."""
+    """Per chunk: canonical name, in the model's order -> name in the file."""
 
 
-class _Save:
+class _LegacyLayout:
     """All files of a save."""
 
     def __init__(self, request: base.WriteRequest) -> None:
@@ -100,7 +100,7 @@ class _Save:
         self.args = self._args(held)
         trained = {n: t.whole for n, t in held.items() if is_parameter(n)}
         states = any(t.component == "optimizer" for rank in request.ranks for t in rank)
-        self.optimizer = Optimizer(request, trained, self.args) if states else None
+        self.optimizer = LegacyOptimizerWriter(request, trained, self.args) if states else None
         if not states and any(t.component == "master_weights" for rank in request.ranks for t in rank):
             raise UnsupportedError(
                 "Megatron keeps master weights together with the moments of the optimizer, and there are none",
@@ -111,7 +111,7 @@ class _Save:
             raise UnsupportedError(
                 f"`{alone}`: Megatron's files hold the state of a weight together with the weight, which is left out",
                 where=alone,
-                hint="leave --only out",
+                hint="omit --only",
             )
         self.files: list[base.OutFile] = []
         self.places: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.mesh.world)]
@@ -162,9 +162,9 @@ class _Save:
         stage = f"_{at.pp:03d}" if self.mesh.pp > 1 else ""
         return f"mp_rank_{at.tp:02d}{stage}" + (f"_{at.ep:03d}" if self.mesh.ep > 1 else "")
 
-    def _rank(self, r: int) -> _Rank:
-        """What a rank stores, in the model's order."""
-        rank = _Rank(self.mesh.coords(r))
+    def _rank(self, r: int) -> _WrittenRank:
+        """Collect the tensors that a rank stores, in the model's order."""
+        rank = _WrittenRank(self.mesh.coords(r))
         held = list(self.request.ranks[r])
         if self.mtp and rank.at.pp == self.mesh.pp - 1 > 0:
             # Multi-token prediction looks its tokens up itself.
@@ -186,7 +186,7 @@ class _Save:
         rank.names = [dict(sorted(of.items(), key=lambda item: place(item[1]))) for of in rank.names]
         return rank
 
-    def _spelled(self, name: str, chunk: Chunk, first_expert: int) -> str:
+    def _spelled(self, name: str, chunk: LayerChunk, first_expert: int) -> str:
         return local_layer(self._global(local_expert(name, first_expert)), chunk)
 
     def _global(self, name: str) -> str:
@@ -199,7 +199,7 @@ class _Save:
         state = t.state or {"model": "", "master_weights": "param"}[t.component]
         return self._global(t.name) + (f"/{'param' if t.part else state}" if state or t.part else "")
 
-    def _model(self, rank: _Rank, folder: str) -> None:
+    def _model(self, rank: _WrittenRank, folder: str) -> None:
         """The file of a rank's weights, and of all that is plain."""
         keys = [f"model{i}" for i in range(len(rank.names))] if len(rank.names) > 1 else ["model"]
         value = dict(self.common)
@@ -214,7 +214,7 @@ class _Save:
         for path, t in holes.items():
             self._put(rank.at.rank, t, (file, laid.offsets[path]))
 
-    def _state(self, rank: _Rank, folder: str, optimizer: Optimizer) -> None:
+    def _state(self, rank: _WrittenRank, folder: str, optimizer: LegacyOptimizerWriter) -> None:
         """The file of a rank's flat vectors."""
         order = [[n for n in of if is_parameter(n)] for of in rank.names]
         value, inside, sizes = optimizer.vectors(
@@ -244,7 +244,7 @@ class _Save:
         self.ranks[rank].append(t)
 
 
-def _check_layers(held: Collection[str], layers: int, among: Sequence[Chunk]) -> None:
+def _check_layers(held: Collection[str], layers: int, among: Sequence[LayerChunk]) -> None:
     """Raises UnsupportedError for a layer of these chunks that is left out: the next one would get its number."""
     found = {*map(layer_of, held)}
     if held and (lost := [str(i) for c in among for i in range(c.first, c.stop) if i not in found]):

@@ -70,26 +70,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Arguments that change what a model computes, or how its tensors lie: values with which they do not, besides None."""
 
 
-class Kind:
+class ModelKind:
     """A kind of model; these answers are those of a dense one with RMSNorm, SwiGLU and rotary positions."""
 
     model_type: ClassVar = ""
     architecture: ClassVar = ""
     translates: ClassVar[frozenset[str]] = frozenset()
-    """Those of NEUTRAL that it looks at itself."""
+    """Arguments of NEUTRAL that it looks at itself."""
     latent: ClassVar = False
     tied: ClassVar = False
-    """What config.json means that does not say whether the head is the embedding."""
+    """Whether the head is the embedding where config.json does not say it."""
     partial: ClassVar = False
     """Hugging Face's code can turn a part of each head."""
     share: ClassVar = 1.0
-    """What part of each head its code turns when config.json does not say it."""
+    """The part of each head that its code rotates when config.json does not say it."""
     norm: ClassVar = "RMSNorm"
     eps: ClassVar = "rms_norm_eps"
     act: ClassVar = "silu"
     acts: ClassVar[tuple[str, ...]] = ("silu",)
     defaults: ClassVar[dict[str, Any]] = {}
-    """What transformers takes for fields that config.json lacks, where other kinds take something else."""
+    """Defaults of transformers for fields that config.json lacks, where other kinds have others."""
     mlp: ClassVar[dict[str, bool]] = {"swiglu": True, "squared_relu": False, "quick_geglu": False}
     """The arguments that choose the activation."""
 
@@ -128,7 +128,7 @@ class Kind:
         return rope_of(a, latent=self.latent, partial=self.partial)
 
     def own_config(self, a: Fields, layers: int) -> dict[str, Any]:
-        """What only this kind has."""
+        """The config fields that only this kind has."""
         refuse_biases(a, self.model_type)
         return {}
 
@@ -184,7 +184,7 @@ class Kind:
         return rope_args(c, latent=self.latent, default_share=self.share)
 
     def own_args(self, c: Fields, layers: int) -> dict[str, Any]:
-        """What only this kind has. It raises UnsupportedError for what Megatron does not compute."""
+        """The arguments that only this kind has. Raises UnsupportedError for what Megatron does not compute."""
         refuse_window(c)
         return {}
 
@@ -266,7 +266,7 @@ def window_args(c: Fields, missing: int = 0) -> dict[str, Any]:
 # -- dense models
 
 
-class Llama(Kind):
+class Llama(ModelKind):
     """Llama; Mistral is one with a window."""
 
     model_type = "llama"
@@ -285,7 +285,7 @@ class Llama(Kind):
         return {"add_bias_linear": attention}
 
 
-class Mistral(Kind):
+class Mistral(ModelKind):
     """A Llama with a window; without one Megatron's arguments are a Llama's."""
 
     model_type = "mistral"
@@ -299,7 +299,7 @@ class Mistral(Kind):
         return window_args(c, 4096)
 
 
-class Phi3(Kind):
+class Phi3(ModelKind):
     """Its tensors are joined in another way; Megatron's arguments are a Llama's, unless only a part of a head turns."""
 
     model_type = "phi3"
@@ -316,7 +316,7 @@ class Phi3(Kind):
         return window_args(c)
 
 
-class Qwen2(Kind):
+class Qwen2(ModelKind):
     """Biases of queries, keys and values only."""
 
     model_type = "qwen2"
@@ -331,7 +331,7 @@ class Qwen2(Kind):
         return {"add_qkv_bias": True}
 
 
-class Qwen3(Kind):
+class Qwen3(ModelKind):
     """Norms of each query and key."""
 
     model_type = "qwen3"
@@ -349,7 +349,7 @@ class Qwen3(Kind):
         return {"qk_layernorm": True}
 
 
-class Ernie(Kind):
+class Ernie(ModelKind):
     """A Llama in which neighbours turn."""
 
     model_type = "ernie4_5"
@@ -367,7 +367,7 @@ class Ernie(Kind):
         return {"rotary_interleaved": True, "add_bias_linear": c.flag("use_bias")}
 
 
-class Nemotron(Kind):
+class Nemotron(ModelKind):
     """Nemotron-3 and -4, Minitron: norms that count from 1, squared ReLU."""
 
     model_type = "nemotron"
@@ -403,7 +403,7 @@ def _gelu(a: Fields) -> bool:
     return fused
 
 
-class Gpt(Kind):
+class Gpt(ModelKind):
     """Megatron's own GPT is Hugging Face's GPT-2."""
 
     model_type = "gpt2"
@@ -466,7 +466,7 @@ class Gpt(Kind):
         return {"add_bias_linear": True, "bias_gelu_fusion": _GELUS[c.text("hidden_act") or "gelu_new"]}
 
 
-class GptNeoX(Kind):
+class GptNeoX(ModelKind):
     """A GPT with rotary positions. Pythia computes attention and MLP side by side, which Megatron does not."""
 
     model_type = "gpt_neox"
@@ -579,7 +579,7 @@ def check_router(a: Fields, *, function: str, before: bool | None) -> None:
 
 
 def moe_args(experts: int, chosen: int, width: int, frequency: int | list[int], **more: Any) -> dict[str, Any]:
-    """What all models with experts have."""
+    """The arguments of all models with experts."""
     return {
         "num_experts": experts,
         "moe_router_topk": chosen,
@@ -608,7 +608,7 @@ def experts_of(c: Fields, *names: str) -> int:
     return next((n for name in names if (n := c.whole(name, least=1))), None) or c.size(names[0])
 
 
-class Mixtral(Kind):
+class Mixtral(ModelKind):
     """Experts in all layers."""
 
     model_type = "mixtral"
@@ -706,7 +706,7 @@ _ROUTED = frozenset({
 
 
 def routed_config(a: Fields, layers: int, per_group: int) -> dict[str, Any]:
-    """What DeepSeek and GLM have: first layers without experts, groups of experts, shared ones.
+    """The config fields of DeepSeek and GLM: first layers without experts, groups of experts, shared ones.
 
     ``per_group``: how many experts of a group Hugging Face's code ranks it by.
     """
@@ -781,7 +781,7 @@ def check_sigmoid(a: Fields) -> None:
         raise a.no("moe_router_topk", "Hugging Face's code weighs one expert otherwise")
 
 
-class Latent(Kind):
+class Latent(ModelKind):
     """DeepSeek's multi-latent attention."""
 
     latent = True
@@ -864,7 +864,7 @@ class DeepseekV3(Latent):
         return super().own_args(c, layers) | routed | sigmoid_args(c)
 
 
-class Glm4Moe(Kind):
+class Glm4Moe(ModelKind):
     """The router of DeepSeek-V3; a half of each head turns."""
 
     model_type = "glm4_moe"
@@ -885,7 +885,7 @@ class Glm4Moe(Kind):
         return own | routed_args(c, layers, first=1, shared=1, per_group=2) | sigmoid_args(c)
 
 
-class GptOss(Kind):
+class GptOss(ModelKind):
     """Gated by a sigmoid of 1.702 x, clamped at 7; sinks; every second layer has a window."""
 
     model_type = "gpt_oss"
@@ -960,7 +960,7 @@ class GptOss(Kind):
         return own | window | ({"window_attn_skip_freq": every} if window else {})
 
 
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[ModelKind, ...] = (
     Llama(), Mistral(), Phi3(), Qwen2(), Qwen3(), Ernie(), Nemotron(), Gpt(), GptNeoX(), Mixtral(), Qwen3Moe(),
     Qwen2Moe(),
     DeepseekV2(), DeepseekV3(), Glm4Moe(), GptOss(),
@@ -968,12 +968,12 @@ KINDS: tuple[Kind, ...] = (
 _BY_TYPE = {k.model_type: k for k in KINDS}
 
 
-def kind_named(model_type: str) -> Kind | None:
+def kind_named(model_type: str) -> ModelKind | None:
     """The kind of a ``model_type`` of config.json."""
     return _BY_TYPE.get(model_type)
 
 
-def kind_of(a: Fields) -> Kind:
+def kind_of(a: Fields) -> ModelKind:
     """The kind that a model with these arguments is. Raises UnsupportedError where it is none that is known."""
     return _BY_TYPE[_sparse_type(a) if a.whole("num_experts") else _dense_type(a)]
 

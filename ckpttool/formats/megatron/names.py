@@ -28,15 +28,15 @@ import re
 from collections.abc import Collection, Iterable
 
 TARGETS = TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
-"""Who names the tensors of a layer: values of Megatron's ``--transformer-impl``."""
+"""Implementations that name a layer's tensors: values of Megatron's ``--transformer-impl``."""
 
 _WRAPPERS = re.compile(r"(?:module\.)+|model\.(?=(?:embedding|decoder|output_layer|mtp)\.)")
-"""What a wrapper puts in front: Float16Module, DistributedDataParallel; NeMo."""
+"""Prefixes of wrappers: Float16Module, DistributedDataParallel; NeMo."""
 _EXTRA = re.compile(r"\._extra_state(?:\Z|[./])")
 _MTP = re.compile(r"mtp\.layers\.(\d{1,9})\.(?:(?:transformer_layer|mtp_model_layer)\.)?")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 _BESIDE = re.compile(r"(?:enorm|hnorm|eh_proj|final_layernorm)\.")
-"""What a layer of multi-token prediction has beside its transformer layer."""
+"""Modules that a layer of multi-token prediction has beside its transformer layer."""
 _FUSED_NORM = re.compile(
     r"(?P<layer>.*\.layers\.\d+\.)(?P<module>self_attention\.linear_qkv|self_attention\.linear_q_up_proj"
     r"|self_attention\.linear_kv_up_proj|mlp\.linear_fc1)\.layer_norm_(?P<kind>weight|bias)"
@@ -80,7 +80,7 @@ def canonical(name: str, layers: int = 0) -> str:
 def spelled(
     name: str, *, target: str, layers: int, sparse: Collection[int] = (), latent: bool = False, grouped: bool = False
 ) -> str:
-    """How a file of ``target`` calls the tensor with a canonical name; the inverse of ``canonical``.
+    """The name in a file of ``target`` of the tensor with a canonical name; the inverse of ``canonical``.
 
     ``layers``: how many the model has without those of multi-token prediction. ``sparse``: the layers with experts,
     counted as in canonical names. ``latent``: its attention is multi-latent (MLA). ``grouped``: its experts are those

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool.containers.pickle import opened, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.core.files import Place
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.megatron.run import MegatronSave
 from ckpttool.formats.torch import plain_value
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.tar import TarPlace
@@ -42,7 +43,7 @@ _CONFIG, _HPARAMS = "model_config.yaml", "hparams.yaml"
 _CONTEXT, _MODEL, _RUN = "context", "model.yaml", "run_config.yaml"
 _TOKENIZER, _NEMO_TOKENIZER = "tokenizer", "nemo_tokenizer"
 _OF_TOKENIZERS = (".model", "vocab", "merges", ".txt", ".tiktoken")
-"""How the names of a tokenizer's files end in a context, which has pickles of NeMo's own, too."""
+"""Endings of a tokenizer's files in a context, which has pickles of NeMo's own, too."""
 _ADAPTER = re.compile(r"\.adapters?\.")
 _NOT_THE_MODELS = ("metadata.json", "latest_checkpointed_iteration.txt")
 _RUNS = "checkpoints"
@@ -53,17 +54,7 @@ _MOST = 1000
 """Directories that are looked at."""
 
 
-class Found(NamedTuple):
-    """A save of NeMo."""
-
-    listing: Listing
-    """Of the directory with the files that Megatron Core, or each rank, wrote."""
-    beside: Listing
-    """Of the directory in which config.json and other small files lie."""
-    notes: list[str]
-
-
-def find(listing: Listing) -> Found | None:
+def find(listing: Listing) -> MegatronSave | None:
     """The save of NeMo at a source: a .nemo, a directory of one, or the run that has several; None where there is none.
 
     Raises ConflictError where it is unclear which save is meant, and what listing a tar raises.
@@ -92,20 +83,20 @@ def ranks(listing: Listing) -> dict[str, tuple[int, ...]]:
     return {n: tuple([int(g) for g in m.groups() if g is not None]) for n, m in held.items()}
 
 
-def _directory(listing: Listing) -> Found | None:
+def _directory(listing: Listing) -> MegatronSave | None:
     """The save in one directory."""
     folders = listing.folders()
     if WEIGHTS in folders and _has_files(inner := listing.inside(WEIGHTS)):
-        return Found(inner, listing, [])
+        return MegatronSave(inner, listing, [])
     if listing.root.name == WEIGHTS and _has_files(listing) and _of_nemo2(listing):
-        return Found(listing, list_source(listing.root.parent), [])
+        return MegatronSave(listing, list_source(listing.root.parent), [])
     if MODEL_WEIGHTS in folders and _has_files(inner := listing.inside(MODEL_WEIGHTS)):
-        return Found(inner, listing, [])
+        return MegatronSave(inner, listing, [])
     if listing.root.name == MODEL_WEIGHTS and _has_files(listing):
         above = list_source(listing.root.parent)
-        return Found(listing, above if _CONFIG in above.names else listing, [])
+        return MegatronSave(listing, above if _CONFIG in above.names else listing, [])
     if ranks(listing):
-        return Found(listing, listing, [])
+        return MegatronSave(listing, listing, [])
     return None
 
 
@@ -131,7 +122,8 @@ def small_files(listing: Listing) -> tuple[Place, tuple[str, ...], list[str]] | 
 
 
 def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
-    """How far the training of NeMo or Bridge was, under Megatron's names: of the values in common.pt, or beside it."""
+    """Progress of the training of NeMo or Bridge, under Megatron's names: from the values in common.pt, or beside
+    it."""
     out: dict[str, Any] = {"iteration": common.get("global_step")}
     for value in common.values():  # the state of a data module, under the name of its class
         if isinstance(value, dict) and set(value) == {"consumed_samples"}:
@@ -140,14 +132,14 @@ def progress(common: Mapping[str, Any], listing: Listing) -> dict[str, int]:
         held = read_torch(listing.path(_STATE))
         with opened(held.info.place) as file:
             for key, value in held.value.items() if isinstance(held.value, dict) else ():
-                if key in _COUNTED and isinstance(value, Tensor) and not value.shape:
+                if key in _COUNTED and isinstance(value, TorchTensor) and not value.shape:
                     out[_COUNTED[key]] = plain_value(value, file, held)
     return {k: v for k, v in out.items() if type(v) is int}
 
 
 _STATE = "train_state.pt"
 _COUNTED = {"step": "iteration", **{k: k for k in ("consumed_train_samples", "consumed_valid_samples")}}
-"""In a file of Bridge -> Megatron's names."""
+"""Names in a file of Bridge -> Megatron's names."""
 
 
 def refuse_adapters(names: Iterable[str], where: str) -> None:
@@ -169,7 +161,7 @@ def _of_nemo2(listing: Listing) -> bool:
     return (listing.root.parent / _CONTEXT / _MODEL).is_file()
 
 
-def _run(listing: Listing) -> Found | None:
+def _run(listing: Listing) -> MegatronSave | None:
     """The save of a run that is the last one."""
     if _RUNS in listing.folders() and (found := _run(listing.inside(_RUNS))):
         return found
@@ -193,9 +185,9 @@ def _run(listing: Listing) -> Found | None:
     return found._replace(notes=[f"{printable(chosen, 120)} is read: {why}", *found.notes])
 
 
-def _inside(listing: Listing, name: str) -> Found | None:
+def _inside(listing: Listing, name: str) -> MegatronSave | None:
     inner = listing.inside(name)
-    return _directory(inner) or (Found(inner, inner, []) if _has_files(inner) else None)
+    return _directory(inner) or (MegatronSave(inner, inner, []) if _has_files(inner) else None)
 
 
 # -- the model's configuration
@@ -251,7 +243,7 @@ _RENAMED = {
 """Fields of TransformerConfig, and of NeMo 1 -> arguments of Megatron-LM."""
 _GATED = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
 _SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""Of Llama 3.1 in NeMo: what Megatron-LM assumes."""
+"""Scaling of Llama 3.1 in NeMo, as Megatron-LM assumes it."""
 _ACTIVATIONS = {"swiglu": "silu", "fast-swiglu": "silu", "squared-relu": "squared_relu", "openai-gelu": "gelu"}
 """NeMo 1's words."""
 

@@ -43,7 +43,7 @@ _CONVERT = "convert it with NeMo's scripts/checkpoint_converters/convert_gpt_nem
 
 
 def core_names(state: Mapping[Any, Any], args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a rank file holds under Megatron Core's names. Raises UnsupportedError for what has no such name."""
+    """A rank file's values under Megatron Core's names. Raises UnsupportedError for one without such a name."""
     out: dict[str, Any] = {}
     for key, value in state.items():
         name = str(key)
@@ -67,7 +67,7 @@ def core_names(state: Mapping[Any, Any], args: Mapping[str, Any], where: str) ->
 
 
 def _core_name(name: str, args: Mapping[str, Any], where: str) -> str:
-    """Of NeMo's own GPT, without its prefix."""
+    """Megatron Core's name of a tensor of NeMo's own GPT, without its prefix."""
     if args.get("megatron_legacy") or args.get("transformer_block_type", "pre_ln") != "pre_ln":
         raise UnsupportedError(
             "this is a model of NeMo's own that Megatron Core does not have (megatron_legacy, another order of norms)",

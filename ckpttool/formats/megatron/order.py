@@ -49,7 +49,7 @@ _BUFFER = re.compile(r"\.router\.(?:expert_bias|local_tokens_per_expert|global_t
 
 
 def place(spelled: str) -> tuple[tuple[int, int, str], ...]:
-    """Where a tensor comes among those of its model, as a key to sort by; ``spelled`` is its name in a file."""
+    """The position of a tensor in its model, as a sort key; ``spelled`` is its name in a file."""
     out = []
     for part in spelled.split("."):
         if part.isdigit():

@@ -13,7 +13,7 @@ from ckpttool.errors import UnsupportedError
 from ckpttool.formats.megatron.fields import Fields
 
 LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's --use-rope-scaling has of Llama 3.1's, and no argument changes."""
+"""The fields of Llama 3.1's scaling that --use-rope-scaling fixes: no argument changes them."""
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 _BASE = 10_000
 

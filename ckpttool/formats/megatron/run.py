@@ -25,13 +25,13 @@ POINTER = "latest_checkpointed_iteration.txt"
 _SAVE = re.compile(r"iter_(?P<number>\d{1,18})|release")
 
 
-class Save(NamedTuple):
+class MegatronSave(NamedTuple):
     """A save of a run."""
 
     listing: Listing
-    """Of its own directory."""
+    """Its own directory."""
     beside: Listing
-    """Of the directory in which config.json and other small files lie: that of the run, or its own."""
+    """The directory of config.json and other small files: the run's, or the save's own."""
     notes: list[str]
 
 
@@ -58,7 +58,7 @@ def chosen(listing: Listing) -> Listing | None:
     return listing.inside(name) if name else None
 
 
-def find(listing: Listing, *, is_save: bool) -> Save:
+def find(listing: Listing, *, is_save: bool) -> MegatronSave:
     """The save at a source, which ``is_save`` says is one itself, or the one of the run there that is meant.
 
     Raises IncompleteError for a mark that leads nowhere, and where there is no save.
@@ -66,8 +66,8 @@ def find(listing: Listing, *, is_save: bool) -> Save:
     if is_save:
         above = listing.root.parent
         if "config.json" not in listing.names and (above / "config.json").is_file():
-            return Save(listing, list_source(above), ["config.json is read from the parent directory"])
-        return Save(listing, listing, [])
+            return MegatronSave(listing, list_source(above), ["config.json is read from the parent directory"])
+        return MegatronSave(listing, listing, [])
     here = saves(listing)
     found = chosen(listing)
     if found is None:
@@ -88,10 +88,10 @@ def find(listing: Listing, *, is_save: bool) -> Save:
     elif others:
         why = f"{name} is read, the last of {len(here)} saves; there is no `{POINTER}`"
     own = "config.json" in found.names and "config.json" not in listing.names
-    return Save(found, found if own else listing, [why])
+    return MegatronSave(found, found if own else listing, [why])
 
 
-def small_files(save: Save, own: Iterable[str]) -> tuple[Place, tuple[str, ...], list[str]]:
+def small_files(save: MegatronSave, own: Iterable[str]) -> tuple[Place, tuple[str, ...], list[str]]:
     """The directory of the small files beside a save, their names, and notes about what is not carried.
 
     ``own`` are names of the save's own files and directories.
@@ -107,7 +107,7 @@ def small_files(save: Save, own: Iterable[str]) -> tuple[Place, tuple[str, ...],
     return save.beside.root, carried, notes
 
 
-def config_of(save: Save) -> dict[str, Any]:
+def config_of(save: MegatronSave) -> dict[str, Any]:
     """config.json beside a save; {} where there is none."""
     return save.beside.json("config.json")
 

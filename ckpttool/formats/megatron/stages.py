@@ -1,4 +1,4 @@
-"""Which layers, and what else of a model, a pipeline stage of Megatron holds, in which of its chunks."""
+"""The layers and other tensors in each chunk of a Megatron pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d{1,9})(?=\.)")
 
 
-class Chunk(NamedTuple):
+class LayerChunk(NamedTuple):
     """The layers that follow each other on a stage: all that it has, or those of one of its virtual stages."""
 
     stage: int
@@ -20,18 +20,18 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def chunks(mesh: Mesh, layers: int) -> list[Chunk]:
+def chunks(mesh: Mesh, layers: int) -> list[LayerChunk]:
     """All chunks of a model, in the order of its layers; chunk c is on stage c % pp."""
     counts = mesh.layout or (layers // mesh.pp,) * mesh.pp
     out, at = [], 0
     for i, n in enumerate(counts):
-        out.append(Chunk(i % mesh.pp, at, at + n))
+        out.append(LayerChunk(i % mesh.pp, at, at + n))
         at += n
     return out
 
 
-def chunk_of(name: str, among: Sequence[Chunk], stage: int) -> int:
-    """Which chunk holds the tensor with a canonical name that ``stage`` has.
+def chunk_of(name: str, among: Sequence[LayerChunk], stage: int) -> int:
+    """The chunk that holds a tensor of ``stage``, by canonical name.
 
     A layer after the last one is multi-token prediction, which the last chunk has, with a copy of the embedding.
     """
@@ -42,7 +42,7 @@ def chunk_of(name: str, among: Sequence[Chunk], stage: int) -> int:
     return next((i for i, c in enumerate(among) if c.first <= n < c.stop), len(among) - 1)
 
 
-def local_layer(spelled: str, chunk: Chunk) -> str:
+def local_layer(spelled: str, chunk: LayerChunk) -> str:
     """A name with the number that its layer has in the chunk."""
     m = _LAYER.match(spelled)
     return f"decoder.layers.{int(m[1]) - chunk.first}.{spelled[m.end() :]}" if m else spelled

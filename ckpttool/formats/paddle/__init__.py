@@ -14,7 +14,7 @@ from ckpttool.formats.paddle.flex import Flex
 from ckpttool.formats.paddle.hybrid import Hybrid, ZeroCost
 from ckpttool.formats.paddle.names import match_names, read_names
 from ckpttool.formats.paddle.pdiparams import head_fits
-from ckpttool.formats.paddle.pdparams import PaddleFile
+from ckpttool.formats.paddle.pdparams import PdparamsFile
 from ckpttool.formats.paddle.pir import VOID_WRITTEN, looks_like_pir, read_pir
 from ckpttool.formats.paddle.program import (
     INFO,
@@ -37,9 +37,39 @@ from ckpttool.formats.paddle.program_parts import Program
 from ckpttool.formats.paddle.unified import Unified
 
 __all__ = [
-    "INFO", "LEGACY", "PARAMS", "TARGETS", "TRANSPOSED", "VOID_WRITTEN", "Flex", "Hybrid", "Native", "PaddleFile",
-    "PaddleProgram", "Program", "Unified", "ZeroCost", "base_prefix", "beside", "check_artifact", "fp8_dtype",
-    "head_fits", "is_linear", "layout_program", "looks_like_pir", "match_names", "module_of", "native_of",
-    "open_alone", "open_program", "params_name", "program_of", "read_names", "read_pir", "refuse_others",
-    "software", "stored_tensor", "target_config",
+    "INFO",
+    "LEGACY",
+    "PARAMS",
+    "TARGETS",
+    "TRANSPOSED",
+    "VOID_WRITTEN",
+    "Flex",
+    "Hybrid",
+    "Native",
+    "PaddleProgram",
+    "PdparamsFile",
+    "Program",
+    "Unified",
+    "ZeroCost",
+    "base_prefix",
+    "beside",
+    "check_artifact",
+    "fp8_dtype",
+    "head_fits",
+    "is_linear",
+    "layout_program",
+    "looks_like_pir",
+    "match_names",
+    "module_of",
+    "native_of",
+    "open_alone",
+    "open_program",
+    "params_name",
+    "program_of",
+    "read_names",
+    "read_pir",
+    "refuse_others",
+    "software",
+    "stored_tensor",
+    "target_config",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Paddle formats have in common: who wrote a checkpoint, and which way round a weight lies.
+"""Shared rules of the Paddle formats: who wrote a checkpoint, and which way round a weight lies.
 
 A Paddle ``Linear`` keeps its weight [in, out], the transpose of torch's. Embeddings are [vocab, hidden] in both; the
 head is [hidden, vocab] in PaddleNLP's models when it is not tied, and [vocab, hidden] everywhere else. PaddleFormers
@@ -32,14 +32,14 @@ TRANSPOSED = frozenset(
 """Modules in ``transpose_weight_keys``; fused projections are in none of the lists."""
 
 TARGETS = ("paddleformers-1.2", "paddleformers-0.4", "paddlenlp-3.0")
-"""What --target may say."""
+"""Values of --target."""
 
 
 _GATE_UP = ("up_gate_proj", "gate_up_fused_proj")
 
 
 class Software(NamedTuple):
-    """What wrote a checkpoint, or shall read it."""
+    """The software that wrote a checkpoint, or will read it."""
 
     name: str
     """``paddlenlp``, ``paddleformers`` or "" when the config does not say."""
@@ -47,7 +47,7 @@ class Software(NamedTuple):
 
 
 def software(config: Mapping[str, Any]) -> Software:
-    """From ``paddlenlp_version`` or ``paddleformers_version`` in config.json."""
+    """The software that ``paddlenlp_version`` or ``paddleformers_version`` in config.json names."""
     for name in ("paddleformers", "paddlenlp"):
         found = config.get(f"{name}_version")
         if isinstance(found, str):
@@ -56,13 +56,13 @@ def software(config: Mapping[str, Any]) -> Software:
 
 
 def target_software(text: str) -> Software:
-    """Of a --target."""
+    """The software that a --target names."""
     name, _, version = text.partition("-")
     return Software(name, tuple(int(n) for n in version.split(".")))
 
 
 def base_prefix(names: Iterable[str]) -> str:
-    """What the models' names begin with: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
+    """Prefix of the models' names: ``model``, ``llama``, ``qwen2``, ...; "" when there is none."""
     for name in names:
         if m := _PREFIX.match(name):
             return m["prefix"]
@@ -141,7 +141,7 @@ def target_config(config: Mapping[str, Any], version: str, dtype: str) -> dict[s
 
 
 def resume_flags(request: WriteRequest, kind: str) -> str:
-    """How a trainer goes on from what is written in ``kind``, its word for a format; "" where a trainer cannot.
+    """Flags with which a trainer resumes from a save in ``kind``, its word for a format; "" where a trainer cannot.
 
     It needs weights (those of the model, or the master weights that they are rounded from) and optimizer state.
     """

@@ -60,12 +60,12 @@ Mapped = list[tuple[Box, Box]]
 """(box in Paddle's coordinates, box in the plain tensor)."""
 
 
-class _Source(NamedTuple):
+class _FlexSource(NamedTuple):
     """One directory of saves, with what its keys are."""
 
     component: str
     """"" where the keys alone say it."""
-    save: flex_files.Save
+    save: flex_files.FlexSave
 
 
 class Flex:
@@ -98,7 +98,7 @@ class Flex:
         roots = [listing.root, *options.more]
         sources = _sources(roots, files)
         config, meta, notes = _beside([listing, *(list_source(p) for p in options.more)])
-        reader = _Reader(files, config, notes, raw=options.raw)
+        reader = _FlexReader(files, config, notes, raw=options.raw)
         for source in sources:
             reader.add(source)
         trained = sources[0].component != ""
@@ -137,10 +137,10 @@ class Flex:
                 "--to flex has one record of all ranks, so --ranks-out cannot write some of them",
                 hint="drop --ranks-out",
             )
-        return _Writer(request).file_layout()
+        return _FlexWriter(request).file_layout()
 
 
-def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_Source]:
+def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_FlexSource]:
     """Every save of a checkpoint. A directory of a trainer may also be given on its own."""
     flat = any(flex_files.metadata_names(r) for r in roots)
     inside = [c for c, d in PARTS.items() if any(_has_saves(r / d) for r in roots)]
@@ -151,9 +151,9 @@ def _sources(roots: Sequence[Place], files: list[DataFile]) -> list[_Source]:
             hint="give one of the inner directories, or move the files beside them away",
         )
     if inside:
-        return [_Source(c, flex_files.read_save([r / PARTS[c] for r in roots], files)) for c in inside]
+        return [_FlexSource(c, flex_files.read_save([r / PARTS[c] for r in roots], files)) for c in inside]
     component = next((c for c, d in PARTS.items() if resolved(roots[0]).name == d), "")
-    return [_Source(component, flex_files.read_save(roots, files))]
+    return [_FlexSource(component, flex_files.read_save(roots, files))]
 
 
 def _has_saves(directory: Place) -> bool:
@@ -194,7 +194,7 @@ def _parameters(meta: Mapping[str, Any], root: Place) -> dict[str, str]:
     return out
 
 
-class _Reader:
+class _FlexReader:
     """Saves -> logical tensors."""
 
     def __init__(self, files: list[DataFile], config: Mapping[str, Any], notes: list[str], *, raw: bool) -> None:
@@ -207,7 +207,7 @@ class _Reader:
         self.dtypes: dict[Key, str] = {}
         self._came_from: dict[Key, Place] = {}
 
-    def add(self, source: _Source) -> None:
+    def add(self, source: _FlexSource) -> None:
         save = source.save
         names = raw_keys(save.tensors) if self.raw else keys_of(source.component, save.tensors)
         turned: set[str] = set()
@@ -242,10 +242,10 @@ class _Reader:
     def _tensor(
         self,
         key: Key,
-        held: Sequence[flex_files.Held],
+        held: Sequence[flex_files.ShardBytes],
         shape: tuple[int, ...],
         boxes: Mapped | None,
-        save: flex_files.Save,
+        save: flex_files.FlexSave,
     ) -> LogicalTensor:
         pieces = []
         for h in held:
@@ -315,8 +315,10 @@ def _pieces(stored: StoredTensor, box: Box, boxes: Mapped | None) -> list[Piece]
     return out
 
 
-def _turned(key: Key, held: Sequence[flex_files.Held], shape: tuple[int, ...], save: flex_files.Save) -> Mapped | None:
-    """Where the halves of each shard of a fused gate and up belong; None when there is one shard on the last axis."""
+def _turned(
+    key: Key, held: Sequence[flex_files.ShardBytes], shape: tuple[int, ...], save: flex_files.FlexSave
+) -> Mapped | None:
+    """The places of the halves of each shard of a fused gate and up; None when there is one shard on the last axis."""
     cuts = sorted({(h.shard.offset[-1], h.shard.stop[-1]) for h in held}) if shape else []
     if len(cuts) < 2:
         return None
@@ -345,7 +347,7 @@ def raw_keys(keys: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def keys_of(component: str, keys: Mapping[str, Any]) -> dict[str, Key]:
-    """What the keys of one directory are. ``component`` is what the directory says, or ""."""
+    """The keys of one directory; ``component`` is the directory's, or ""."""
     if component == "model":
         return raw_keys(keys)  # a parameter's own name may end like a state
     if component in ("master_weights", "ema"):
@@ -377,7 +379,7 @@ def _state(name: str, state: str) -> Key:
 # -- writing
 
 
-class _Entry(NamedTuple):
+class _FlexKey(NamedTuple):
     """One key of one file."""
 
     key: str
@@ -388,11 +390,11 @@ class _Entry(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
+        """Shape in the file."""
         return self.tensor.shape if self.run is None else (self.run[1] - self.run[0],)
 
 
-class _Writer:
+class _FlexWriter:
     """A target's ranks -> files and their record.
 
     Rank r of the mesh is ``sharding`` ranks of Paddle, which stand between the pipeline and the tensor-parallel
@@ -404,7 +406,7 @@ class _Writer:
         self.world = request.mesh.world * request.sharding
         model = [t for tensors in request.ranks for t in tensors if t.component == "model"]
         self.single = {t.name for t in model if t.dtype == "F32"}
-        self.entries: dict[str, list[list[_Entry]]] = {}
+        self.entries: dict[str, list[list[_FlexKey]]] = {}
         self.boxes: dict[str, dict[str, Any]] = {}
         self._share_out(self._placed())
 
@@ -416,7 +418,7 @@ class _Writer:
             return f"{t.name}.{MASTER}"
         return t.name
 
-    def _placed(self) -> dict[tuple[str, Box, tuple[tuple[Box, Box], ...]], _Entry]:
+    def _placed(self) -> dict[tuple[str, Box, tuple[tuple[Box, Box], ...]], _FlexKey]:
         """Every distinct block by (tensor, its box, how it is put together), without its file."""
         blocks: dict[str, dict[tuple[Any, ...], RankTensor]] = {}
         for tensors in self.request.ranks:
@@ -428,7 +430,7 @@ class _Writer:
             offsets, shape = _coordinates(list(found.values()))
             record = []
             for (same, t), offset in zip(found.items(), offsets, strict=True):
-                out[(key, *same)] = _Entry(self._key(t), t, offset, shape, None)
+                out[(key, *same)] = _FlexKey(self._key(t), t, offset, shape, None)
                 record += [(a.shift(offset).start, b.start, a.shape) for a, b in t.boxes]
             first = next(iter(found.values()))
             # Where nothing is recorded, reading takes a fused gate and up for [gate up] in each block.
@@ -437,13 +439,13 @@ class _Writer:
                 own[self._key(first)] = [first.whole, list(dict.fromkeys(record))]
         return out
 
-    def _share_out(self, placed: Mapping[Any, _Entry]) -> None:
+    def _share_out(self, placed: Mapping[Any, _FlexKey]) -> None:
         """Give every block to the first rank that holds it, and flattened state to the ranks that share it."""
         mesh, ways = self.request.mesh, self.request.sharding
         seen = set()
         for rank, tensors in enumerate(self.request.ranks):
             stage, i = divmod(rank, mesh.width)
-            runs: dict[tuple[str, str], list[_Entry]] = {}
+            runs: dict[tuple[str, str], list[_FlexKey]] = {}
             for t in tensors:
                 ident = (t.key, *_same(t))
                 if ident in seen:
@@ -457,7 +459,7 @@ class _Writer:
                 for share_, entry in _cut(entries, ways):
                     self._add((stage * ways + share_) * mesh.width + i, entry)
 
-    def _add(self, rank: int, entry: _Entry) -> None:
+    def _add(self, rank: int, entry: _FlexKey) -> None:
         self.entries.setdefault(entry.tensor.component, [[] for _ in range(self.world)])[rank].append(entry)
 
     def file_layout(self) -> base.FileLayout:
@@ -504,7 +506,8 @@ class _Writer:
 
 
 def _same(t: RankTensor) -> tuple[Any, ...]:
-    """What two ranks' blocks of one tensor have in common when they are the same elements in the same order."""
+    """The identity of a rank's block: two blocks have it in common when they are the same elements in the same
+    order."""
     return t.shape, t.boxes
 
 
@@ -556,7 +559,7 @@ def _coordinates(blocks: Sequence[RankTensor]) -> tuple[list[tuple[int, ...]], t
 
 
 def _shift(t: RankTensor) -> tuple[int, ...] | None:
-    """Where the block lies when it is one box of the tensor, in however many parts it is listed."""
+    """The start of the block if it is one box of the tensor, in however many parts it is listed."""
     if not t.boxes:
         return (0,) * len(t.shape)
     by = {tuple([b - a for a, b in zip(x.start, y.start, strict=True)]) for x, y in t.boxes}
@@ -567,7 +570,7 @@ def _without(values: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*values[:axis], *values[axis + 1 :])
 
 
-def _cut(entries: Sequence[_Entry], ways: int) -> Iterator[tuple[int, _Entry]]:
+def _cut(entries: Sequence[_FlexKey], ways: int) -> Iterator[tuple[int, _FlexKey]]:
     """Lay blocks end to end and cut them evenly, as Paddle's sharding does with its buffers: (share, entry).
 
     A cut goes to the next end of a row. Paddle 3.3.1 loads a run that is not a box through the box around it, fills
@@ -592,8 +595,8 @@ def _cut(entries: Sequence[_Entry], ways: int) -> Iterator[tuple[int, _Entry]]:
         at += size
 
 
-def _contents(entries: Sequence[_Entry]) -> dict[str, Any]:
-    """What a .distcp holds. The table is what makes Paddle turn arrays into tensors; names in it are free."""
+def _contents(entries: Sequence[_FlexKey]) -> dict[str, Any]:
+    """The content of a .distcp. The table is what makes Paddle turn arrays into tensors; names in it are free."""
     out: dict[str, Any] = {e.key: Hole(e.tensor.dtype, e.shape) for e in entries}
     out["StructuredToParameterName@@"] = {e.key: e.key for e in entries}
     return out

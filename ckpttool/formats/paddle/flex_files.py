@@ -28,7 +28,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.containers.paddle_pickle import read_paddle, read_pickle
-from ckpttool.containers.pickle import Record
+from ckpttool.containers.pickle import PickledObject
 from ckpttool.containers.pickle_write import Instance, plain_pickle
 from ckpttool.containers.safetensors import read_header
 from ckpttool.core.catalog import StoredTensor
@@ -43,14 +43,14 @@ METADATA = re.compile(r"\d+\.metadata")
 DATA = re.compile(r"(\d+)_\d+\.(?:distcp|safetensors)")
 
 MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
-"""Where Paddle's classes live: since August 2025, and before."""
+"""Modules of Paddle's classes: since August 2025, and before."""
 
 DISGUISE = {"BF16": "U16", "F8_E4M3": "I8", "F8_E5M2": "I8"}
 """Dtypes that numpy lacks -> what a pickled array has instead."""
 
 _HELD = ["BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2"]
 PADDLE_DTYPES = {name: DTYPES[name].numpy for name in _HELD}
-"""What Paddle has tensors of, and calls it. A uint16 would come back as bfloat16."""
+"""Paddle's tensor dtypes and their names. A uint16 would come back as bfloat16."""
 
 BOXES = "ckpttool"
 """A field of our own in the Metadata: where the blocks of a fused tensor belong in the plain tensor. Paddle sets it
@@ -58,7 +58,8 @@ like any other field, and asks for none but its three."""
 
 
 _SHAPES = 16
-"""Of blocks at one place of a tensor. There is one; without a limit, looking for the right one would take for ever."""
+"""Most shapes of blocks at one place of a tensor. There is one; without a limit, looking for the right one would take
+for ever."""
 
 
 class Shard(NamedTuple):
@@ -66,11 +67,11 @@ class Shard(NamedTuple):
 
     key: str
     offset: tuple[int, ...]
-    """Of the block in the tensor."""
+    """Start of the block in the tensor."""
     shape: tuple[int, ...]
-    """Of the block."""
+    """Shape of the block."""
     dtype: str
-    """As safetensors names it; "" when the entry is too old to say."""
+    """Dtype as safetensors names it; "" when the entry is too old to say."""
     tensor: tuple[int, ...] | None
     """Shape of the whole tensor; None when the entry does not say."""
     run: tuple[int, int] | None
@@ -86,19 +87,19 @@ class Shard(NamedTuple):
         return f"{block}" + (f" elements {self.run[0]:,} to {self.run[1]:,}" if self.run else "")
 
 
-class Held(NamedTuple):
+class ShardBytes(NamedTuple):
     """A shard and its bytes: boxes of the block, each one run of bytes."""
 
     shard: Shard
     blocks: tuple[tuple[StoredTensor, Box], ...]
 
 
-class Save(NamedTuple):
-    """What one directory holds."""
+class FlexSave(NamedTuple):
+    """The save in one directory."""
 
     metadata: Place
-    tensors: dict[str, list[Held]]
-    """By key, in the order of the metadata."""
+    tensors: dict[str, list[ShardBytes]]
+    """Tensors by key, in the order of the metadata."""
     shapes: dict[str, tuple[int, ...]]
     guessed: bool
     """Some shapes are what the shards span, because the metadata does not say them."""
@@ -120,7 +121,7 @@ def _names(directory: Place) -> list[str]:
         raise CorruptError(f"the directory cannot be listed: {e.strerror}", where=str(directory)) from None
 
 
-def read_save(directories: Sequence[Place], files: list[DataFile]) -> Save:
+def read_save(directories: Sequence[Place], files: list[DataFile]) -> FlexSave:
     """Index a save whose files lie in ``directories`` (one for each node); ``files`` grows by its data files.
 
     Raises IncompleteError, ConflictError, CorruptError or UnsupportedError: metadata and files must say the same.
@@ -132,7 +133,7 @@ def read_save(directories: Sequence[Place], files: list[DataFile]) -> Save:
         for s in held:
             wanted.setdefault(s.file, {})[s.key] = s
     places = _places(directories, wanted, path)
-    by_shard: dict[Shard, Held] = {}
+    by_shard: dict[Shard, ShardBytes] = {}
     names, first = sorted(places, key=natural), len(files)
     several = read_each(_read_data, [places[n] for n in names], range(first, first + len(names)))
     for name, (found, info) in zip(names, several, strict=True):
@@ -163,7 +164,7 @@ def read_save(directories: Sequence[Place], files: list[DataFile]) -> Save:
         shapes[key], sure = _whole(parts, path)
         guessed = guessed or not sure
         _check_parts(key, parts, files)
-    return Save(path, tensors, shapes, guessed, boxes)
+    return FlexSave(path, tensors, shapes, guessed, boxes)
 
 
 def _metadata_path(directories: Sequence[Place]) -> Place:
@@ -199,7 +200,7 @@ def _bytes(path: Place) -> bytes:
 
 
 def _places(directories: Sequence[Place], wanted: Iterable[str], metadata: Place) -> dict[str, Place]:
-    """Where each data file lies, also those that no entry names."""
+    """Places of all data files, also those that no entry names."""
     places: dict[str, Place] = {}
     for directory in directories:
         for name in _names(directory):
@@ -287,7 +288,7 @@ def _read_metadata(
 
 
 def _fields(value: Any, cls: str, path: Place) -> Mapping[str, Any]:
-    if not isinstance(value, Record) or value.cls != cls:
+    if not isinstance(value, PickledObject) or value.cls != cls:
         raise CorruptError(f"the file is not the metadata of a flex checkpoint: no {cls}", where=str(path))
     return value.fields
 
@@ -364,7 +365,7 @@ def _pair(written: Sequence[int], plain: Sequence[int], extent: Sequence[int]) -
 # -- the files
 
 
-class _Array(NamedTuple):
+class _FlexArray(NamedTuple):
     """A tensor as its file has it."""
 
     dtype: str
@@ -375,10 +376,10 @@ class _Array(NamedTuple):
     """numpy has no name for some dtypes, safetensors has for all."""
 
 
-def _read_data(path: Place, file: int) -> tuple[dict[str, _Array], DataFile]:
+def _read_data(path: Place, file: int) -> tuple[dict[str, _FlexArray], DataFile]:
     if path.suffix == ".safetensors":
         head = read_header(path, file)
-        return {t.name: _Array(t.dtype, t.shape, t.offset) for t in head.tensors}, head.file
+        return {t.name: _FlexArray(t.dtype, t.shape, t.offset) for t in head.tensors}, head.file
     data = read_paddle(path)
     cut = next(iter(data.chunks), None)
     if cut is not None:
@@ -389,11 +390,11 @@ def _read_data(path: Place, file: int) -> tuple[dict[str, _Array], DataFile]:
         )
     # Protocol 2: the elements of every array that has any are decoded from its texts.
     held = next((a.file for a in data.tensors.values() if a.file.encoding), data.info)
-    found = {k: _Array(a.dtype, tuple(a.shape), a.offset, a.fortran, pickled=True) for k, a in data.tensors.items()}
+    found = {k: _FlexArray(a.dtype, tuple(a.shape), a.offset, a.fortran, pickled=True) for k, a in data.tensors.items()}
     return found, held
 
 
-def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Place) -> Held:
+def _held(shard: Shard, array: _FlexArray, info: DataFile, file: int, metadata: Place) -> ShardBytes:
     """The bytes of a shard. Raises ConflictError when its file has another shape or dtype than the metadata."""
     where = [str(info.place), str(metadata)]
     want = shard.shape if shard.run is None else (shard.run[1] - shard.run[0],)
@@ -415,17 +416,17 @@ def _held(shard: Shard, array: _Array, info: DataFile, file: int, metadata: Plac
         strides = None
         if array.fortran and len(array.shape) > 1:
             strides = tuple([prod(array.shape[:i]) for i in range(len(array.shape))])
-        return Held(shard, ((stored._replace(strides=strides), Box((0,) * len(shard.shape), shard.shape)),))
+        return ShardBytes(shard, ((stored._replace(strides=strides), Box((0,) * len(shard.shape), shard.shape)),))
     blocks = []
     item = stored.nbytes // max(1, prod(array.shape))
     at = array.offset
     for box in from_flat(*shard.run, shard.shape):
         blocks.append((stored._replace(shape=box.shape, offset=at), box))
         at += box.volume * item
-    return Held(shard, tuple(blocks))
+    return ShardBytes(shard, tuple(blocks))
 
 
-def _whole(held: Sequence[Held], path: Place) -> tuple[tuple[int, ...], bool]:
+def _whole(held: Sequence[ShardBytes], path: Place) -> tuple[tuple[int, ...], bool]:
     """Shape of the tensor, and whether the metadata says it."""
     said = {h.shard.tensor: h.shard for h in held if h.shard.tensor is not None}
     if len(said) > 1:
@@ -444,9 +445,9 @@ def _whole(held: Sequence[Held], path: Place) -> tuple[tuple[int, ...], bool]:
     return tuple([max(stops) for stops in zip(*(h.shard.stop for h in held), strict=True)]), False
 
 
-def _check_parts(key: str, held: Sequence[Held], files: Sequence[DataFile]) -> None:
+def _check_parts(key: str, held: Sequence[ShardBytes], files: Sequence[DataFile]) -> None:
     """One dtype, and flattened copies of a block cut alike."""
-    runs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Held]] = {}
+    runs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[ShardBytes]] = {}
     first: tuple[str, int] | None = None
     for h in held:
         if h.shard.run is not None:
@@ -474,7 +475,7 @@ def _check_parts(key: str, held: Sequence[Held], files: Sequence[DataFile]) -> N
 # -- writing
 
 
-class _Index(Instance):
+class _LocalTensorIndex(Instance):
     """A key of storage_metadata; there are as many as shards, so they must not all have one hash."""
 
     def __hash__(self) -> int:
@@ -504,7 +505,7 @@ def metadata_pickle(shards: Sequence[Shard], boxes: Mapping[str, Any]) -> bytes:
             "replica_id": None,
             "local_shape": s.shape,
         }
-        storage[_Index(MODULES[0], "LocalTensorIndex", index)] = s.file
+        storage[_LocalTensorIndex(MODULES[0], "LocalTensorIndex", index)] = s.file
     fields: dict[str, Any] = {
         "state_dict_metadata": entries,
         "storage_metadata": storage,

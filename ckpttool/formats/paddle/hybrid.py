@@ -39,7 +39,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.containers.paddle_pickle import PaddleFile, read_paddle
-from ckpttool.containers.pickle import Array
+from ckpttool.containers.pickle import PickledArray
 from ckpttool.containers.safetensors import read_header
 from ckpttool.core.catalog import SHARDED, FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile, Place
@@ -53,14 +53,14 @@ from ckpttool.formats.config import whole_number
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.hybrid_names import META, CellNames, ParamMeta, Suffix
-from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, Param, buffers, end_to_end
+from ckpttool.formats.paddle.sharding import ALIGNMENT, ITEMSIZE, TrainableParam, buffers, end_to_end
 from ckpttool.formats.paddle.training import read_training, small_files
 from ckpttool.storage.listing import Listing, list_source
 from ckpttool.storage.nodes import check_copies, shared_config
 from ckpttool.storage.place import read_each
 
 MASTER = "_fp32_master_0"
-"""Between a parameter's name and its state when the state belongs to the master weight."""
+"""Infix between a parameter's name and its state when the state belongs to the master weight."""
 
 COMPONENTS = ("model", "master_weights", "optimizer", "ema")
 
@@ -76,7 +76,7 @@ _STATES = tuple(sorted(paddle_config.STATES, key=lambda s: (s.startswith("beta")
 _UNIFIED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?")
 
 
-class _Held(NamedTuple):
+class _HybridArray(NamedTuple):
     """One array of a file."""
 
     shape: tuple[int, ...]
@@ -86,8 +86,8 @@ class _Held(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
-class _Slot(NamedTuple):
-    """Where a held array belongs."""
+class _ArraySlot(NamedTuple):
+    """The destination of an array of a file."""
 
     component: str
     state: str
@@ -98,7 +98,7 @@ class _Slot(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Found:
+class _HybridFiles:
     """The files of a checkpoint by kind."""
 
     kinds: dict[str, dict[Suffix, Place]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class _Degrees:
     shards: int
     ep: int
     moe: int
-    """Of experts over data-parallel ranks; else 1."""
+    """Degree of experts over data-parallel ranks; else 1."""
 
     @property
     def ds(self) -> int:
@@ -131,7 +131,7 @@ class _Degrees:
 
 
 @dataclass(slots=True)
-class _Cell:
+class _CellLookup:
     """A cell with the ways back from what files say to global names."""
 
     names: CellNames
@@ -173,7 +173,7 @@ class Hybrid:
         """Raises IncompleteError (files or tensors are missing), ConflictError (files, meta and flags disagree),
         CorruptError (a file is not what its name says), UnsupportedError (an unknown name or dtype).
         """
-        return _Reader(self.name, listing, options, ema=self.ema).read()
+        return _HybridReader(self.name, listing, options, ema=self.ema).read()
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         """Raises ConflictError for expert parallelism that Paddle's groups cannot have, UsageError for another etp."""
@@ -211,9 +211,9 @@ def _kinds(listing: Listing) -> set[str]:
     return {found[0] for n in names if (found := hybrid_names.parse_file_name(n))}
 
 
-def _find(listing: Listing, options: base.ReadOptions, *, ema: bool) -> _Found:
+def _find(listing: Listing, options: base.ReadOptions, *, ema: bool) -> _HybridFiles:
     """All files of the checkpoint in all its directories. Raises ConflictError for two that differ."""
-    found = _Found()
+    found = _HybridFiles()
     named: dict[str, Place] = {}
     for at in (listing, *(list_source(p) for p in options.more)):
         found.roots.append(str(at.root))
@@ -256,7 +256,7 @@ def _find(listing: Listing, options: base.ReadOptions, *, ema: bool) -> _Found:
     return found
 
 
-def _degrees(found: _Found, meta: hybrid_names.ModelMeta | None, config: Mapping[str, Any]) -> _Degrees:
+def _degrees(found: _HybridFiles, meta: hybrid_names.ModelMeta | None, config: Mapping[str, Any]) -> _Degrees:
     """Sizes by the meta where there is one, else by the names. Raises ConflictError where both disagree."""
     most = dict.fromkeys(Suffix._fields, 1)
     for files in found.kinds.values():
@@ -303,13 +303,13 @@ def _degrees(found: _Found, meta: hybrid_names.ModelMeta | None, config: Mapping
     return sizes
 
 
-def _read_kind(found: _Found, kind: str) -> Iterator[tuple[Suffix, PaddleFile]]:
+def _read_kind(found: _HybridFiles, kind: str) -> Iterator[tuple[Suffix, PaddleFile]]:
     """The files of a kind, each with its ranks."""
     places = found.kinds.get(kind, {})
     return zip(places, read_each(read_paddle, list(places.values())), strict=True)
 
 
-def _complete(found: _Found, sizes: _Degrees) -> None:
+def _complete(found: _HybridFiles, sizes: _Degrees) -> None:
     """Every combination of ranks has its files. Raises IncompleteError with the names of those missing."""
     missing = []
     for kind, files in found.kinds.items():
@@ -337,7 +337,7 @@ def _complete(found: _Found, sizes: _Degrees) -> None:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _HybridReader:
     """One source while it is read."""
 
     format: str
@@ -348,11 +348,11 @@ class _Reader:
     meta: hybrid_names.ModelMeta | None = None
     sizes: _Degrees = field(default_factory=lambda: _Degrees(1, 1, 1, 1, 1))
     mesh: Mesh = field(default_factory=Mesh)
-    cells: dict[tuple[int, int, int], _Cell] = field(default_factory=dict)
+    cells: dict[tuple[int, int, int], _CellLookup] = field(default_factory=dict)
     local_experts: bool = False
     schedule: dict[str, Any] | None = None
     files: list[DataFile] = field(default_factory=list)
-    held: dict[_Slot, list[_Held]] = field(default_factory=dict)
+    held: dict[_ArraySlot, list[_HybridArray]] = field(default_factory=dict)
     shapes: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     """(name, rank) -> shape of the rank's tensor."""
     shards: list[Sequence[FlatShard]] = field(default_factory=list)
@@ -419,8 +419,10 @@ class _Reader:
             return pp, tp, shard % self.sizes.ds * self.sizes.mp + tp
         return pp, tp, ranks.moe or 0
 
-    def _tables(self, found: _Found, weights: Mapping[Suffix, PaddleFile]) -> dict[tuple[int, int, int], CellNames]:
-        """What meta, or else the weights' own tables, say about each cell; names as written."""
+    def _tables(
+        self, found: _HybridFiles, weights: Mapping[Suffix, PaddleFile]
+    ) -> dict[tuple[int, int, int], CellNames]:
+        """The tables of each cell, from meta or else from the weights' own; names as written."""
         sizes, meta = self.sizes, self.meta
         tables: dict[tuple[int, int, int], CellNames] = {}
         if meta is None:
@@ -500,7 +502,7 @@ class _Reader:
 
         for at, table in tables.items():
             pp, _, ep = at
-            cell = _Cell(CellNames({}, {}))
+            cell = _CellLookup(CellNames({}, {}))
             for name in dict.fromkeys((*table.names, *table.params)):
                 new = globally(name, pp, ep) if name in experts[at] else name
                 cell.by_struct[name] = new
@@ -572,18 +574,20 @@ class _Reader:
             self.files.append(file)
         return self._index[file]
 
-    def _held(self, array: Array, dtype: str = "") -> _Held:
+    def _held(self, array: PickledArray, dtype: str = "") -> _HybridArray:
         # numpy lacks bfloat16, and Paddle's uint16 arrays are nothing else.
         dtype = dtype or ("BF16" if array.dtype == "U16" else array.dtype)
         strides = None
         if array.fortran and len(array.shape) > 1:
             strides = tuple(reversed(contiguous_strides(array.shape[::-1])))
-        return _Held(array.shape, dtype, self._file(array.file), array.offset, strides)
+        return _HybridArray(array.shape, dtype, self._file(array.file), array.offset, strides)
 
-    def _add(self, component: str, state: str, at: tuple[int, int, int], name: str, held: Iterable[_Held]) -> None:
+    def _add(
+        self, component: str, state: str, at: tuple[int, int, int], name: str, held: Iterable[_HybridArray]
+    ) -> None:
         if self.sizes.moe > 1 and at[2] > 0 and name not in self.cells[at].experts:
             return  # dense parameters are those of the first data-parallel rank
-        slot = _Slot(component, state, name, self._rank(at, name), at[1])
+        slot = _ArraySlot(component, state, name, self._rank(at, name), at[1])
         self.held.setdefault(slot, []).extend(held)
 
     def _add_weights(self, ranks: Suffix, file: PaddleFile) -> None:
@@ -622,7 +626,7 @@ class _Reader:
             name = self._structured(t.name, at, path)
             if name is None:
                 continue
-            held = _Held(t.shape, t.dtype, t.file, t.offset)
+            held = _HybridArray(t.shape, t.dtype, t.file, t.offset)
             if paddle_config.transposed_on_disk(t.name, len(t.shape), writer, prefix, self.config):
                 held = held._replace(shape=t.shape[::-1], strides=(1, t.shape[1]))
             param = self.cells[at].names.params.get(name)
@@ -673,7 +677,7 @@ class _Reader:
             raise CorruptError("master_weights is not a dict of tensors", where=str(file.info.place))
         for tname, value in masters.items():
             array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-            if not isinstance(tname, str) or not isinstance(array, Array):
+            if not isinstance(tname, str) or not isinstance(array, PickledArray):
                 raise CorruptError(f"master_weights: `{tname}` is not a tensor", where=str(file.info.place))
             name = self._parameter(tname.removesuffix(MASTER), at, file.info.place)
             self._add(component, "", at, name, [self._held(array)])
@@ -716,7 +720,7 @@ class _Reader:
             self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
         return dtypes
 
-    def _check_all_there(self, found: _Found) -> None:
+    def _check_all_there(self, found: _HybridFiles) -> None:
         """Every parameter of model_meta.json has a value. Raises IncompleteError naming those without."""
         have = {(slot.name, slot.rank) for slot in self.held if slot.component == "model"}
         missing: dict[str, None] = {}
@@ -742,7 +746,7 @@ class _Reader:
             hint=hint,
         )
 
-    def _check_order(self, found: _Found) -> None:
+    def _check_order(self, found: _HybridFiles) -> None:
         """Slices are joined in the order of the shards' numbers, so files that changed places would be scrambled.
 
         Where each file has the slices that version 2 gives to another shard, they did: ConflictError. Files that fit
@@ -764,7 +768,7 @@ class _Reader:
             held = {shard: lengths.get(path, {}) for shard, path in files.items()}
             trained = {n for names in held.values() for n in names}
             params = [
-                Param(n, m.dtype, prod(m.shape))
+                TrainableParam(n, m.dtype, prod(m.shape))
                 for s, n in cell.by_struct.items()
                 if n in trained and (m := cell.names.params.get(n) or cell.names.params.get(s)) and m.dtype in ITEMSIZE
             ]
@@ -792,13 +796,13 @@ class _Reader:
                 order.setdefault(name, len(order))
         states = ("", *_STATES)
 
-        def place(slot: _Slot) -> tuple[int, ...]:
+        def place(slot: _ArraySlot) -> tuple[int, ...]:
             kind = COMPONENTS.index(slot.component), states.index(slot.state)
             return (*kind, order[slot.name], slot.rank, slot.copy)
 
         return [t for slot in sorted(self.held, key=place) for t in self._stored(slot, self.held[slot])]
 
-    def _stored(self, slot: _Slot, held: Sequence[_Held]) -> Iterator[StoredTensor]:
+    def _stored(self, slot: _ArraySlot, held: Sequence[_HybridArray]) -> Iterator[StoredTensor]:
         """Whole tensors as they are, one for each copy; slices as one tensor in shards."""
         name, component, state = slot.name, slot.component, slot.state
         shape = self.shapes.get((name, slot.rank))
@@ -828,7 +832,9 @@ class _Reader:
             return
         yield self._sliced(slot, held, shape, strategy)
 
-    def _sliced(self, slot: _Slot, held: Sequence[_Held], shape: tuple[int, ...], strategy: str) -> StoredTensor:
+    def _sliced(
+        self, slot: _ArraySlot, held: Sequence[_HybridArray], shape: tuple[int, ...], strategy: str
+    ) -> StoredTensor:
         for h in held:
             if len(h.shape) != 1 or strategy == "ShardingV1":
                 raise self._wrong_shape(slot, h, shape)
@@ -853,10 +859,10 @@ class _Reader:
         self.shards.append(end_to_end(runs))
         return StoredTensor(slot.name, held[0].dtype, shape, SHARDED, len(self.shards) - 1, *belongs)
 
-    def _lengths(self, held: Sequence[_Held]) -> list[str]:
+    def _lengths(self, held: Sequence[_HybridArray]) -> list[str]:
         return [f"{self.files[h.file].place} [{h.shape[0]:,} elements]" for h in held]
 
-    def _wrong_shape(self, slot: _Slot, held: _Held, shape: tuple[int, ...]) -> ConflictError:
+    def _wrong_shape(self, slot: _ArraySlot, held: _HybridArray, shape: tuple[int, ...]) -> ConflictError:
         source = META if self.meta else "the weight in model_state"
         return ConflictError(
             f"`{Key(slot.name, slot.component, slot.state)}` is {list(held.shape)} in a file, not {list(shape)}",
@@ -879,7 +885,7 @@ class _Reader:
                 uncut[name] = uncut.get(name, True) and self._uncut(name, cell)
         return exactly(uncut)
 
-    def _uncut(self, name: str, cell: _Cell) -> bool:
+    def _uncut(self, name: str, cell: _CellLookup) -> bool:
         if name in cell.experts and self.mesh.etp == 1:
             # Those of one rank may be stacked in one tensor, of which each rank holds its part.
             return _EXPERT.search(name) is not None
@@ -918,7 +924,7 @@ class _Reader:
         )
 
 
-def _all_arrays(file: PaddleFile) -> Iterator[tuple[str, Sequence[Array]]]:
+def _all_arrays(file: PaddleFile) -> Iterator[tuple[str, Sequence[PickledArray]]]:
     """Tensors by name, those that were cut because of their size as their parts.
 
     Raises UnsupportedError for tensors in places where none are known: leaving them out would lose them.
@@ -928,7 +934,7 @@ def _all_arrays(file: PaddleFile) -> Iterator[tuple[str, Sequence[Array]]]:
             yield name, (array,)
     yield from file.chunks.items()
     for name, value in file.other.items():
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Array):
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], PickledArray):
             yield name, (value[1],)  # pickled without Paddle, which Paddle reads all the same
         elif name != "master_weights" and _has_arrays(value):
             raise UnsupportedError(
@@ -942,7 +948,7 @@ def _has_arrays(value: Any) -> bool:
     if isinstance(value, dict):
         return any(_has_arrays(v) for v in value.values())
     # An array is a tuple itself.
-    return isinstance(value, Array) or (isinstance(value, list | tuple) and any(_has_arrays(v) for v in value))
+    return isinstance(value, PickledArray) or (isinstance(value, list | tuple) and any(_has_arrays(v) for v in value))
 
 
 def _split_state(key: str, path: Place) -> tuple[str, str]:
@@ -956,7 +962,7 @@ def _split_state(key: str, path: Place) -> tuple[str, str]:
     raise UnsupportedError(f"`{key}` is not a state of an optimizer that is known", where=str(path), hint=hint)
 
 
-def _weight_dtype(name: str, array: Array, param: ParamMeta | None, path: Place, fp8: str) -> str:
+def _weight_dtype(name: str, array: PickledArray, param: ParamMeta | None, path: Place, fp8: str) -> str:
     """The dtype of a weight, which numpy's alone does not always say; ``fp8`` is that of a quantised model."""
     dtype = "BF16" if array.dtype == "U16" else array.dtype
     if param is None and array.dtype == "I8" and fp8 and len(array.shape) > 1:

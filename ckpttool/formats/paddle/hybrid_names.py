@@ -118,7 +118,7 @@ def cell_key(tp: int, pp: int, ep: int | None = None) -> str:
 
 
 class ParamMeta(NamedTuple):
-    """What model_meta.json says about a parameter of one model-parallel rank."""
+    """The entry in model_meta.json of a parameter of one model-parallel rank."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -248,7 +248,7 @@ class CellNames:
 
 @dataclass(slots=True)
 class HybridNames:
-    """What a hybrid-parallel source's files say beyond its tensors."""
+    """The names and tables in a hybrid-parallel source's files."""
 
     writer: str
     """``paddlenlp``, ``paddleformers`` or "" where nothing says it."""
@@ -269,7 +269,7 @@ class HybridNames:
     local_experts: bool
     """Experts are numbered from 0 in every rank's files."""
     cells: dict[tuple[int, int, int], CellNames]
-    """By (stage, tp rank, expert rank)."""
+    """Cells by (stage, tp rank, expert rank)."""
 
     @property
     def tables(self) -> dict[tuple[int, int], dict[str, str]]:

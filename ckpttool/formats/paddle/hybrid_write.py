@@ -36,14 +36,14 @@ from ckpttool.formats.base import FileLayout, OutFile, WriteRequest
 from ckpttool.formats.paddle import hybrid_names
 from ckpttool.formats.paddle.config import base_prefix, fp8_dtype, module_of, resume_flags, target_config
 from ckpttool.formats.paddle.hybrid_names import HybridNames, Suffix
-from ckpttool.formats.paddle.sharding import ITEMSIZE, Param, buffers, flat_slices, owner_order, owners
+from ckpttool.formats.paddle.sharding import ITEMSIZE, TrainableParam, buffers, flat_slices, owner_order, owners
 from ckpttool.formats.paddle.training import SCHEDULE_FILE, left_out, schedule_file, schedule_of
 
 MASTER = "_fp32_master_0"
-"""What Paddle appends to a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""
+"""Paddle's suffix of a parameter's name for its master weight (``Optimizer._gen_master_weight_var_name``)."""
 
 _STATES = ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
-"""In the order in which Paddle's optimizers list them."""
+"""States in the order of Paddle's optimizers."""
 
 _LEFT = re.compile(r"rng_state(_\d+)?\.pth|save[d]?_signal(_TMP)?_\d+|model_meta\.json|\.checkpoint_done")
 _LAYER = re.compile(r"(?<![^.])(?:layers|h|blocks)\.(\d+)\.")
@@ -64,11 +64,11 @@ _Tables = Mapping[tuple[int, int], Mapping[str, str]]
 
 
 @dataclass(slots=True)
-class _Param:
-    """What a rank stores of one parameter."""
+class _RankParam:
+    """One parameter's tensors on one rank."""
 
     name: str
-    """As in the request: expert ids are global."""
+    """Name as in the request: expert ids are global."""
     expert: bool = False
     model: RankTensor | None = None
     master: RankTensor | None = None
@@ -99,21 +99,21 @@ class _Param:
 
     @property
     def accumulator(self) -> str:
-        """What the names of its moments begin with."""
+        """Prefix of its moments' names."""
         return self.tname + (MASTER if self.master is not None else "")
 
 
 @dataclass(slots=True)
-class _Cell:
+class _RankParams:
     """The parameters of one model-parallel rank, in model order."""
 
     pp: int
     tp: int
     ep: int
     rank: int
-    params: list[_Param]
-    trained: list[_Param] = field(default_factory=list)
-    """Those that the optimizer knows, which alone are shared out."""
+    params: list[_RankParam]
+    trained: list[_RankParam] = field(default_factory=list)
+    """Parameters of the optimizer, which alone are shared out."""
     states: tuple[str, ...] = ()
     """The kinds of optimizer state that there are, in the order of the files."""
     masters: bool = False
@@ -158,8 +158,8 @@ class _Content:
         at[path[-1]] = Hole(tensors[0].dtype, shape, name)
         self.tensors[path] = tensors
 
-    def put_held(self, path: tuple[str, ...], t: RankTensor, held: _Held, name: str) -> None:
-        """What a shard has of an optimizer's tensor."""
+    def put_held(self, path: tuple[str, ...], t: RankTensor, held: _ParamShare, name: str) -> None:
+        """Add the elements of an optimizer's tensor that a shard has."""
         if held.whole:
             self.put(path, [t], t.shape, name)
         else:
@@ -200,7 +200,7 @@ def write_hybrid(request: WriteRequest, *, ema: bool) -> FileLayout:
 
     build = _Build()
     by_coords = {(c.pp, c.tp, c.ep): c for c in cells}
-    shares = {c.rank: _Shares(c, shards, version, mesh) for c in cells}
+    shares = {c.rank: _ShardShares(c, shards, version, mesh) for c in cells}
     # The order of ranks of fleet's topology: pp slowest, then sharding, then mp.
     for pp in range(mesh.pp):
         for shard in range(shards):
@@ -292,10 +292,10 @@ def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -
 # What a rank holds.
 
 
-def _cell(request: WriteRequest, coords: Coords) -> _Cell:
-    params: dict[str, _Param] = {}
+def _cell(request: WriteRequest, coords: Coords) -> _RankParams:
+    params: dict[str, _RankParam] = {}
     for t in request.ranks[coords.rank]:
-        p = params.setdefault(t.name, _Param(t.name))
+        p = params.setdefault(t.name, _RankParam(t.name))
         # Where experts are spread over ranks, a numbered one is on some of them only.
         p.expert = p.expert or t.expert or (request.mesh.ep > 1 and _EXPERT.fullmatch(t.name) is not None)
         if t.component == "model":
@@ -307,10 +307,10 @@ def _cell(request: WriteRequest, coords: Coords) -> _Cell:
         else:
             p.states[t.state] = t
     ep = coords.ep if request.mesh.ep > 1 else 0
-    return _Cell(coords.pp, coords.tp, ep, coords.rank, list(params.values()))
+    return _RankParams(coords.pp, coords.tp, ep, coords.rank, list(params.values()))
 
 
-def _settle_masters(cells: Sequence[_Cell], shards: int, notes: list[str]) -> None:
+def _settle_masters(cells: Sequence[_RankParams], shards: int, notes: list[str]) -> None:
     """Half-precision parameters have master weights, fp32 parameters have none.
 
     Family B stores a weight only once, as its master weight, so without any they are made from the weights. A source
@@ -329,8 +329,8 @@ def _settle_masters(cells: Sequence[_Cell], shards: int, notes: list[str]) -> No
         notes.append("the source has no master weights: they are float32 of the model weights (exact)")
 
 
-def _choose_trained(cells: Sequence[_Cell]) -> None:
-    """Which parameters the optimizer knows.
+def _choose_trained(cells: Sequence[_RankParams]) -> None:
+    """Choose the parameters of the optimizer.
 
     A source with moments says which they are; one with master weights only leaves the fp32 parameters open, and they
     are taken to be trained like the rest.
@@ -351,7 +351,7 @@ def _choose_trained(cells: Sequence[_Cell]) -> None:
         cell.masters = any(p.master for p in cell.params)
 
 
-def _order_key(tables: _Tables) -> Callable[[int, _Param], tuple[Any, ...]]:
+def _order_key(tables: _Tables) -> Callable[[int, _RankParam], tuple[Any, ...]]:
     """A sort key, of stage and parameter: the order of the model by the source's tables, or the usual one.
 
     Layers go by their number; what the tables have before the layers goes first (embeddings), the rest last. The
@@ -374,7 +374,7 @@ def _order_key(tables: _Tables) -> Callable[[int, _Param], tuple[Any, ...]]:
         owner = module_of(name)
         return (_MODULES.index(owner) if owner in _MODULES else len(_MODULES), int(name.endswith(".bias")))
 
-    def key(stage: int, p: _Param) -> tuple[Any, ...]:
+    def key(stage: int, p: _RankParam) -> tuple[Any, ...]:
         layer, expert = _LAYER.search(p.name), _EXPERT.fullmatch(p.name)
         first = p.name in before if p.name in at else _is_embedding(p.name)
         # A tied embedding is in the last stage once more, behind the norm.
@@ -396,7 +396,7 @@ def _is_embedding(name: str) -> bool:
     return "embed" in module_of(name) or module_of(name) in ("wte", "wpe")
 
 
-def _local_experts(cell: _Cell, *, local: bool) -> None:
+def _local_experts(cell: _RankParams, *, local: bool) -> None:
     """Structured names as written: experts under their global ids, or counted in each rank."""
     ids: dict[str, set[int]] = {}
     for p in cell.params:
@@ -409,7 +409,7 @@ def _local_experts(cell: _Cell, *, local: bool) -> None:
             p.written = f"{m[1]}{places[m[1]][int(m[2])]}{m[3]}"
 
 
-def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str]) -> None:
+def _name(cells: Sequence[_RankParams], tables: _Tables, stages: int, notes: list[str]) -> None:
     """Names of parameters, which are unique in a cell only: the source's where its stage and experts are the same."""
     where = {name: (at, tname) for at, table in sorted(tables.items()) for name, tname in table.items()}
     kept = True
@@ -432,7 +432,7 @@ def _name(cells: Sequence[_Cell], tables: _Tables, stages: int, notes: list[str]
         )
 
 
-def _renumber(cell: _Cell, where: Mapping[str, tuple[tuple[int, int], str]]) -> None:
+def _renumber(cell: _RankParams, where: Mapping[str, tuple[tuple[int, int], str]]) -> None:
     """The source's prefixes, numbered from 0 in the order of the cell; parameters of one layer keep one number.
 
     ``where``: name -> (its stage and expert rank in the source, name of the parameter there).
@@ -446,7 +446,7 @@ def _renumber(cell: _Cell, where: Mapping[str, tuple[tuple[int, int], str]]) -> 
         p.tname = count.name(m["prefix"] if m else _kind(p), owner, m["rest"] if m else _rest(p))
 
 
-def _invent(cell: _Cell, stages: int) -> None:
+def _invent(cell: _RankParams, stages: int) -> None:
     """Names such as Paddle makes from the classes of layers, for a source that has none."""
     count = _Counter()
     prefix = base_prefix({p.name: None for p in cell.params})
@@ -479,7 +479,7 @@ class _Counter:
         return name
 
 
-def _kind(p: _Param) -> str:
+def _kind(p: _RankParam) -> str:
     """The name of the layer class that usually makes such a parameter."""
     module, dims = module_of(p.name), len(p.local.shape)
     if module == "lm_head":
@@ -491,22 +491,22 @@ def _kind(p: _Param) -> str:
     return "create_parameter"
 
 
-def _owner(p: _Param) -> str:
-    """What a number is given to: the layer, or the parameter itself where ``create_parameter`` names it."""
+def _owner(p: _RankParam) -> str:
+    """The owner of a number in names: the layer, or the parameter itself where ``create_parameter`` names it."""
     return p.name if _kind(p) == "create_parameter" else p.name.rpartition(".")[0]
 
 
-def _rest(p: _Param) -> str:
+def _rest(p: _RankParam) -> str:
     return "b_0" if p.name.endswith(".bias") and _kind(p) != "create_parameter" else "w_0"
 
 
 # Who holds what.
 
 
-class _Held(NamedTuple):
-    """What one shard stores of the optimizer's tensors of a parameter."""
+class _ParamShare(NamedTuple):
+    """The elements of a parameter's optimizer tensors that one shard stores."""
 
-    param: _Param
+    param: _RankParam
     start: int
     stop: int
     """Elements of the flat parameter; beyond its last one lies padding."""
@@ -514,18 +514,18 @@ class _Held(NamedTuple):
     """The tensor is stored as it is, not as a flat slice."""
 
 
-class _Shares:
-    """Which shard stores what of the parameters of a cell, each in model order."""
+class _ShardShares:
+    """The shares of a cell's parameters that each shard stores, in model order."""
 
-    def __init__(self, cell: _Cell, shards: int, version: str, mesh: Mesh) -> None:
+    def __init__(self, cell: _RankParams, shards: int, version: str, mesh: Mesh) -> None:
         self.cell, self.version = cell, version
-        self.weights: list[list[_Param]] = [[] for _ in range(shards)]
+        self.weights: list[list[_RankParam]] = [[] for _ in range(shards)]
         """Per shard: parameters whose weight is in its model file."""
-        self.homes: list[list[_Param]] = [[] for _ in range(shards)]
+        self.homes: list[list[_RankParam]] = [[] for _ in range(shards)]
         """Per shard: parameters without a master weight that it stores."""
-        self.held: list[list[_Held]] = [[] for _ in range(shards)]
+        self.held: list[list[_ParamShare]] = [[] for _ in range(shards)]
         self.param2rank: dict[str, int] = {}
-        """Of version 1, in the order of Paddle's own table: rank by rank, each by falling size."""
+        """Owners under version 1, in the order of Paddle's own table: rank by rank, each by falling size."""
         # Experts have buffers of their own (``color``), shared by every ``split``-th shard from ``first`` on.
         split = mesh.ep // mesh.tp if mesh.ep > 1 else 1
         first = (cell.ep - cell.tp) // mesh.tp if mesh.ep > 1 else 0
@@ -543,7 +543,7 @@ class _Shares:
             self.param2rank = {cell.trained[i].tname: ranks[i] for i in order}
         elif shards > 1:
             for params, group in groups:
-                for buffer in buffers([Param(p.name, p.local.dtype, p.numel) for p in params], len(group)):
+                for buffer in buffers([TrainableParam(p.name, p.local.dtype, p.numel) for p in params], len(group)):
                     for name in buffer.starts:
                         spans[name] = [(group[r], *span) for r, span in buffer.spans(name)]
         index = {p.name: i for i, p in enumerate(cell.trained)}
@@ -557,13 +557,13 @@ class _Shares:
             if p.master is None:
                 self.homes[home].append(p)
             for shard, start, stop in spans.get(p.name, ((home, 0, p.numel),)):
-                self.held[shard].append(_Held(p, start, stop, p.name not in spans))
+                self.held[shard].append(_ParamShare(p, start, stop, p.name not in spans))
 
 
 # Contents of files.
 
 
-def _model_file(share: _Shares, shard: int) -> _Content:
+def _model_file(share: _ShardShares, shard: int) -> _Content:
     """Weights under their structured names, then the names of their parameters."""
     content = _Content()
     for p in share.weights[shard]:
@@ -572,7 +572,9 @@ def _model_file(share: _Shares, shard: int) -> _Content:
     return content
 
 
-def _optimizer_file(share: _Shares, shard: int, schedule: Mapping[str, Any] | None, *, zero_cost: bool) -> _Content:
+def _optimizer_file(
+    share: _ShardShares, shard: int, schedule: Mapping[str, Any] | None, *, zero_cost: bool
+) -> _Content:
     """Moments state by state, then (in a Zero-Cost Checkpoint before) the master weights."""
     content = _Content()
     if zero_cost:
@@ -595,7 +597,7 @@ def _optimizer_file(share: _Shares, shard: int, schedule: Mapping[str, Any] | No
     return content
 
 
-def _ema_file(share: _Shares, shard: int) -> _Content:
+def _ema_file(share: _ShardShares, shard: int) -> _Content:
     """Averages of the fp32 weights under their structured names, then those of the master weights."""
     content = _Content()
     for p in share.homes[shard]:
@@ -605,7 +607,7 @@ def _ema_file(share: _Shares, shard: int) -> _Content:
     return content
 
 
-def _put_masters(content: _Content, share: _Shares, shard: int, *, ema: bool) -> None:
+def _put_masters(content: _Content, share: _ShardShares, shard: int, *, ema: bool) -> None:
     if not share.cell.masters:
         return
     content.value["master_weights"] = {}
@@ -616,7 +618,7 @@ def _put_masters(content: _Content, share: _Shares, shard: int, *, ema: bool) ->
 
 
 def _schedule(request: WriteRequest, source: HybridNames | None, notes: list[str]) -> Mapping[str, Any] | None:
-    """What scheduler.pdparams holds, which is also ``LR_Scheduler`` of every optimizer file."""
+    """The content of scheduler.pdparams, which is also ``LR_Scheduler`` of every optimizer file."""
     if request.source is not None and SCHEDULE_FILE in request.companions:
         value = read_pickle(request.source.root / SCHEDULE_FILE)
         if isinstance(value, dict):
@@ -633,8 +635,8 @@ def _schedule(request: WriteRequest, source: HybridNames | None, notes: list[str
 
 
 def _meta(
-    cells: Sequence[_Cell],
-    shares: Mapping[int, _Shares],
+    cells: Sequence[_RankParams],
+    shares: Mapping[int, _ShardShares],
     request: WriteRequest,
     source: HybridNames | None,
     *,

@@ -12,47 +12,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.containers.paddle_pickle import STRUCTURED, read_paddle, read_pickle
-from ckpttool.containers.pickle import Array
+from ckpttool.containers.pickle import PickledArray
 from ckpttool.core.files import Place
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpttool.formats.paddle.program_parts import Parameter, Problem
+from ckpttool.formats.paddle.program_parts import ProgramProblem, ProgramTensor
 from ckpttool.storage.place import open_file
 
 
 @dataclass(slots=True)
 class StructuredNames:
-    """What one file says."""
+    """The structured names in one file."""
 
     path: Place
     of: dict[str, list[str]] = field(default_factory=dict)
     """Structured names of a parameter; several when layers share it, in the order of the file."""
-    tensors: dict[str, Parameter] = field(default_factory=dict)
-    """By structured name, where the file holds the tensors too."""
+    tensors: dict[str, ProgramTensor] = field(default_factory=dict)
+    """Tensors by structured name, where the file holds the tensors too."""
 
 
-def match_names(parameters: Sequence[Parameter], said: StructuredNames) -> tuple[dict[str, str], list[Problem]]:
+def match_names(
+    parameters: Sequence[ProgramTensor], said: StructuredNames
+) -> tuple[dict[str, str], list[ProgramProblem]]:
     """The structured name of each parameter that has one (the first of several), and what is wrong with them."""
     out = {p.name: said.of[p.name][0] for p in parameters if p.name in said.of}
     if not out and parameters:
         known = next(iter(said.of))
         text = f"{said.path.name} names none of the program's parameters: it has `{known}`, the program"
-        return {}, [Problem("names-none", f"{text} `{parameters[0].name}`")]
+        return {}, [ProgramProblem("names-none", f"{text} `{parameters[0].name}`")]
     problems = []
     if unnamed := [p.name for p in parameters if p.name not in out]:
         more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
-        problems.append(Problem("names-missing", f"without a structured name: `{unnamed[0]}`{more}"))
+        problems.append(ProgramProblem("names-missing", f"without a structured name: `{unnamed[0]}`{more}"))
     owner: dict[str, str] = {}
     for p in parameters:
         name = out.get(p.name, p.name)
         if name in owner:
             text = f"`{name}` would be the name of two parameters, `{owner[name]}` and `{p.name}`"
-            problems.append(Problem("names-twice", text))
+            problems.append(ProgramProblem("names-twice", text))
         owner[name] = p.name
         for s in said.of.get(p.name, ()):
             t = said.tensors.get(s)
             if t is not None and (t.shape != p.shape or t.dtype not in ("", p.dtype)):
                 text = f"`{s}` is {t.dtype} {list(t.shape)} in {said.path.name}, and `{p.name}` is {p.dtype}"
-                problems.append(Problem("names-shape", f"{text} {list(p.shape)} in the program"))
+                problems.append(ProgramProblem("names-shape", f"{text} {list(p.shape)} in the program"))
     return out, problems
 
 
@@ -79,9 +81,9 @@ def read_names(path: Place) -> StructuredNames:
     found = read_paddle(path)
     for structured, parameter in found.structured.items():
         names.of.setdefault(parameter, []).append(structured)
-        a: Array | None = found.tensors.get(structured)
+        a: PickledArray | None = found.tensors.get(structured)
         if a is not None:
-            names.tensors[structured] = Parameter(structured, _dtype(a.dtype), a.shape)
+            names.tensors[structured] = ProgramTensor(structured, _dtype(a.dtype), a.shape)
     if not names.of:
         raise UnsupportedError(
             f"the file has no table `{STRUCTURED}`, which says what parameters are called in a program",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import CorruptError, IncompleteError
-from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_DTYPE, BY_NUMBER, Program, ProgramTensor
 from ckpttool.storage.place import open_file
 
 PROBLEMS = {
@@ -28,7 +28,7 @@ PROBLEMS = {
     "params-shape": "a tensor has another shape than in the program",
     "params-trailing": "bytes after the last tensor",
 }
-"""What ``match_records`` reports."""
+"""Findings of ``match_records``."""
 
 _FIRST = 256
 """Bytes that are read at the place of a head; enough unless there are levels of detail or very many axes."""
@@ -37,7 +37,7 @@ _MOST_DESC = 128
 """Bytes; nine dimensions, the most that Paddle has, take 101."""
 
 
-class Record(NamedTuple):
+class TensorRecord(NamedTuple):
     """One tensor of the file."""
 
     dtype: str
@@ -48,9 +48,9 @@ class Record(NamedTuple):
     offset: int
     """Byte of the data."""
     head: bytes
-    """As it is in the file, where ``record_head`` would write another; else empty."""
+    """The head as it is in the file, where ``record_head`` would write another; else empty."""
     wrong: str
-    """What is wrong with the head, or ""."""
+    """The defect of the head, or ""."""
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ def _varint(n: int) -> bytes:
     return bytes(out)
 
 
-def match_records(program: Program, path: Place) -> tuple[DataFile, list[Record]]:
+def match_records(program: Program, path: Place) -> tuple[DataFile, list[TensorRecord]]:
     """The records of a parameter file, in order. What does not fit the program goes to its ``problems``.
 
     A record whose type or shape is not the program's is stepped over by the length that leads to another record, so
@@ -99,9 +99,9 @@ def match_records(program: Program, path: Place) -> tuple[DataFile, list[Record]
 class _Matcher:
     def __init__(self, program: Program, file: OpenFile) -> None:
         self.program, self.file, self.size = program, file, file.info.size
-        self.records: list[Record] = []
+        self.records: list[TensorRecord] = []
 
-    def run(self) -> list[Record]:
+    def run(self) -> list[TensorRecord]:
         wanted = self.program.parameters
         at = 0
         for i, p in enumerate(wanted):
@@ -116,7 +116,7 @@ class _Matcher:
                 return self.records
             except _HeadError as e:
                 self._report("record", f"{label}: {e}", where)
-                r = Record(p.dtype, p.shape, at, at + len(record_head(p.dtype, p.shape)), b"", "unreadable")
+                r = TensorRecord(p.dtype, p.shape, at, at + len(record_head(p.dtype, p.shape)), b"", "unreadable")
                 if not self._follows(r.offset + p.nbytes, i):
                     return self.records
             else:
@@ -141,7 +141,7 @@ class _Matcher:
     def _report(self, kind: str, text: str, where: str) -> None:
         self.program.report(f"params-{kind}", text, where)
 
-    def _compare(self, r: Record, p: Parameter, label: str, where: str) -> None:
+    def _compare(self, r: TensorRecord, p: ProgramTensor, label: str, where: str) -> None:
         if r.wrong:
             self._report("record", f"{label}, {r.wrong}", where)
         elif r.dtype != p.dtype:
@@ -208,16 +208,16 @@ class _Matcher:
             text = f"the file has the tensors of the program in another order{self._from()}"
             self._report("shape", text, "")
 
-    def _head(self, at: int) -> Record:
+    def _head(self, at: int) -> TensorRecord:
         """The record at a byte. Raises _EndError or _HeadError."""
-        return _read_head(_Bytes(self.file, at, self.size))
+        return _read_head(_HeadCursor(self.file, at, self.size))
 
 
 def _tensors(n: int) -> str:
     return f"{n} tensor" if n == 1 else f"{n} tensors"
 
 
-class _Bytes:
+class _HeadCursor:
     """A cursor in the file that reads a head in one go where that is enough."""
 
     def __init__(self, file: OpenFile | bytes, at: int, size: int) -> None:
@@ -239,7 +239,7 @@ class _Bytes:
         return data
 
     def since_start(self) -> bytes:
-        """What was passed so far."""
+        """The bytes read so far."""
         n = self.at - self.start
         return self.first[:n] if n <= len(self.first) else self._pread(n, self.start)
 
@@ -252,7 +252,7 @@ class _Bytes:
         return struct.unpack(code, self.take(struct.calcsize(code)))
 
 
-def _read_head(raw: _Bytes) -> Record:
+def _read_head(raw: _HeadCursor) -> TensorRecord:
     at = raw.at
     version, levels = raw.unpack("<IQ")
     wrong = f"has the record version {version}, and 0 is known" if version else ""
@@ -261,7 +261,7 @@ def _read_head(raw: _Bytes) -> Record:
     for _ in range(levels):
         (size,) = raw.unpack("<Q")
         if size % 8:
-            raise _HeadError(f"a level of detail has {size:,} bytes, which are no 64-bit numbers")
+            raise _HeadError(f"a level of detail has {size:,} bytes, which are not 64-bit numbers")
         raw.skip(size)
     version, length = raw.unpack("<Ii")
     if version:
@@ -280,13 +280,13 @@ def _read_head(raw: _Bytes) -> Record:
     if element is not None:
         read = raw.since_start()
         head = b"" if read == record_head(dtype, dims) else read
-    return Record(dtype, dims, at, raw.at, head, wrong)
+    return TensorRecord(dtype, dims, at, raw.at, head, wrong)
 
 
-def head_fits(head: bytes, parameter: Parameter) -> bool:
+def head_fits(head: bytes, parameter: ProgramTensor) -> bool:
     """Whether bytes are the head of a record of this parameter, and nothing else."""
     try:
-        found = _read_head(_Bytes(head, 0, len(head)))
+        found = _read_head(_HeadCursor(head, 0, len(head)))
     except (_EndError, _HeadError):
         return False
     return found.offset == len(head) and not found.wrong and (found.dtype, found.shape) == parameter[1:]

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckpttool.containers.protobuf import message_classes, parsed
 from ckpttool.core.files import Mapped, Place
 from ckpttool.errors import CorruptError
-from ckpttool.formats.paddle.program_parts import BY_NUMBER, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_NUMBER, Program, ProgramTensor
 from ckpttool.storage.place import open_file, readable
 
 KIND = "pdmodel"
@@ -64,7 +64,7 @@ PROBLEMS = {
     "parameter-shape": "a parameter's shape is missing or has a length that is not known",
     "type": "a parameter has a type that is not known here",
 }
-"""What ``read_pdmodel`` reports."""
+"""Findings of ``read_pdmodel``."""
 
 MAX_BLOCKS = 1 << 16
 """Each costs some memory for a few bytes of the file; large detection models have some hundred."""
@@ -84,10 +84,11 @@ _INT, _BLOCK, _BLOCKS = 0, 8, 10
 # What is known of a variable.
 _PERSISTABLE, _DENSE, _FED = 1, 2, 4
 _UNCERTAIN = _PERSISTABLE
-"""Of which nothing is said."""
+"""Variables of which nothing is said."""
 
 _STEPS = 1 << 22
-"""From block to parent, for all names; no program known needs a thousandth, and one made for it would take days."""
+"""Most steps from block to parent, for all names; no program known needs a thousandth, and one made for it would take
+days."""
 
 _LARGE_OPERATOR, _LARGE_ATTRIBUTE = 1 << 20, 1 << 16
 _FORGET = 1 << 24
@@ -136,7 +137,7 @@ class _Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _ProgramBlock:
     """One block, read."""
 
     idx: int | None = None
@@ -145,7 +146,7 @@ class _Block:
     ops: int = 0
     vars: dict[bytes, int] = field(default_factory=dict)
     types: dict[bytes, _Type] = field(default_factory=dict)
-    """Of what is fed or fetched, or might be: block 0 only."""
+    """Types of variables that are fed or fetched, or might be: block 0 only."""
     written: set[bytes] = field(default_factory=set)
     taken: dict[bytes, _Taken] = field(default_factory=dict)
     carriers: list[tuple[int, bytes, list[int]]] = field(default_factory=list)
@@ -165,20 +166,20 @@ def read_pdmodel(path: Place) -> Program:
             if not size:
                 raise CorruptError("the file is empty", where=str(path), hint="fetch or write the file again")
             with closing(f.map()) as data:
-                _Reader(program, data, size).read()
+                _PdmodelReader(program, data, size).read()
     except ValueError as e:  # of mmap, when the file has shrunk since
         raise CorruptError(f"the file cannot be read: {e}", where=str(path)) from None
     return program
 
 
-class _Reader:
+class _PdmodelReader:
     """One file being read."""
 
     def __init__(self, program: Program, data: Mapped, size: int) -> None:
         self.program = program
         self.data, self.size = data, size
         self.classes = message_classes(_MESSAGES)
-        self.blocks: list[_Block] = []
+        self.blocks: list[_ProgramBlock] = []
         self.ops: dict[bytes, int] = {}
         self.found: dict[bytes, tuple[int, _Type]] = {}
         """Parameters, with the block that declares each first."""
@@ -256,7 +257,7 @@ class _Reader:
             yield number, value, start, first, pos
 
     def message(self, kind: str, first: int, last: int, what: str) -> Any:
-        """What the library makes of a message."""
+        """Parse a message with the library."""
         return self.parsed(kind, self.data[first:last], first, what)
 
     def parsed(self, kind: str, raw: bytes, at: int, what: str) -> Any:
@@ -300,7 +301,7 @@ class _Reader:
             self.broken("it has neither blocks nor a version", 0)
 
     def salvage(self, at: int) -> None:
-        """Where the file ends inside of a block, read what is there of it."""
+        """Read the rest of a block inside which the file ends."""
         if at >= self.size or self.data[at] != 1 << 3 | 2:
             return
         with suppress(_BrokenError):
@@ -316,7 +317,7 @@ class _Reader:
             self.forgotten = upto
 
     def block(self, start: int, end: int) -> None:
-        block = _Block()
+        block = _ProgramBlock()
         place = len(self.blocks)
         self.blocks.append(block)
         what = f"block {place}"
@@ -338,7 +339,7 @@ class _Reader:
             self.broken(f"{what} lacks its number or its parent's", start)
         self.any = True
 
-    def variable(self, first: int, last: int, block: _Block, place: int) -> None:
+    def variable(self, first: int, last: int, block: _ProgramBlock, place: int) -> None:
         said = self.message("Variable", first, last, "a variable")
         if not said.HasField("name") or not said.HasField("type"):
             self.broken("a variable lacks its name or its type", first)
@@ -365,7 +366,7 @@ class _Reader:
             self.broken("a tensor's description lacks its type", at)
         return _Type(said.type, tensor.data_type, tuple(tensor.dims), described=True)
 
-    def operator(self, first: int, last: int, block: _Block, place: int) -> None:
+    def operator(self, first: int, last: int, block: _ProgramBlock, place: int) -> None:
         """One operator: what it takes is known, or noted; what it gives is known from here on."""
         raw = self.data[first:last] if last - first <= _LARGE_OPERATOR else self.without_constants(first, last)
         said = self.parsed("Operator", raw, first, "an operator")
@@ -423,7 +424,7 @@ class _Reader:
     # What it means.
 
     def fill(self) -> None:
-        """What the program says; parameters that are not right are left out."""
+        """Fill in the program; invalid parameters are omitted."""
         program = self.program
         program.blocks = len(self.blocks)
         program.operators.update({k.decode(): n for k, n in self.ops.items()})
@@ -434,12 +435,12 @@ class _Reader:
                 and kind.described
                 and min(kind.dims, default=0) >= 0
             ):
-                program.parameters.append(Parameter(name.decode(), BY_NUMBER[kind.number].dtype, kind.dims))
+                program.parameters.append(ProgramTensor(name.decode(), BY_NUMBER[kind.number].dtype, kind.dims))
         for end, into in ((b"feed", program.inputs), (b"fetch", program.outputs)):
             for _, name in sorted(self.ends[end], key=lambda e: e[0]):
                 known = self.blocks[0].types.get(name) if self.blocks else None
                 if known is not None:
-                    into.append(Parameter(name.decode(), _dtype(known), known.dims))
+                    into.append(ProgramTensor(name.decode(), _dtype(known), known.dims))
 
     def check(self) -> None:
         """Everything wrong with a program that was read to its end."""
@@ -472,7 +473,7 @@ class _Reader:
             self.program.report("parameter-shape", text, where)
 
     def check_blocks(self) -> list[bool]:
-        """Which blocks know their ancestors."""
+        """Check which blocks know their ancestors."""
         count = len(self.blocks)
         sound: list[bool] = []
         for place, block in enumerate(self.blocks):
@@ -504,7 +505,7 @@ class _Reader:
         return sound
 
     def check_values(self, sound: list[bool]) -> None:
-        """What operators take; see the file's head for what is not looked at."""
+        """Check the inputs of operators; the module's docstring lists what is not checked."""
         whole = all(sound) and all(
             0 <= i < len(sound) for b in self.blocks for _, _, inside in b.carriers for i in inside
         )
@@ -543,7 +544,8 @@ class _Reader:
         return set().union(*(b.written for b in self.blocks))
 
     def declared(self, place: int, name: bytes) -> int | None:
-        """What a block knows of a variable, by itself, its ancestors, and the block that it goes back through."""
+        """The declaration of a variable in a block, from itself, its ancestors, and the block that it goes back
+        through."""
         seen = set()
         ahead = [place]
         while ahead:
@@ -561,7 +563,7 @@ class _Reader:
         return None
 
     def defined_inside(self) -> dict[bytes, int]:
-        """What blocks inside of operators of block 0 define, with the first such operator."""
+        """Variables that blocks inside operators of block 0 define, with the first such operator."""
         first: dict[bytes, int] = {}
         seen = {0}
         for number, _, inside in self.blocks[0].carriers:
@@ -582,7 +584,7 @@ _INSIDE = frozenset({b"while", b"conditional_block", b"conditional_block_infer"}
 
 
 def _int32(value: int) -> int:
-    """Of a varint, which is cut to its bits."""
+    """The int32 of a varint, which is cut to its bits."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 

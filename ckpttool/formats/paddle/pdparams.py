@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.containers.paddle_pickle import CHUNKED, STRUCTURED, read_paddle, read_pickle
-from ckpttool.containers.pickle import Array
+from ckpttool.containers.pickle import PickledArray
 from ckpttool.containers.safetensors import read_header
 from ckpttool.core.catalog import SHARDED, StoredTensor
 from ckpttool.core.files import DataFile, Place
@@ -31,7 +31,7 @@ from ckpttool.storage.listing import Listing
 SUFFIXES = (".pdparams", ".pdopt", ".pdckpt", ".pdtensor", ".distcp", ".pd")
 
 
-class PaddleFile:
+class PdparamsFile:
     """The arrays of one pickle, under their own names."""
 
     name = "pdparams"
@@ -67,7 +67,7 @@ class PaddleFile:
                 hint="save it with paddle.save in its usual form",
             )
         else:
-            _Reader(stored, path).read()
+            _PdparamsReader(stored, path).read()
         if not stored.tensors:
             raise IncompleteError("the file holds no arrays", where=str(path))
         return stored
@@ -79,7 +79,7 @@ def _weights(listing: Listing) -> list[str]:
     return [n for n in listing.names if n.endswith(SUFFIXES) and n not in other and not n.startswith(("__", "."))]
 
 
-class _Reader:
+class _PdparamsReader:
     """Stored tensors of one pickle."""
 
     def __init__(self, stored: StoredCheckpoint, path: Place) -> None:
@@ -98,7 +98,7 @@ class _Reader:
             value.pop(STRUCTURED, None)
         left = []
         for name, v in _leaves(value, ""):
-            if isinstance(v, Array):
+            if isinstance(v, PickledArray):
                 self.stored.tensors.append(self._tensor(name or "tensor", v))
             else:
                 left.append(name)
@@ -111,14 +111,14 @@ class _Reader:
             self.stored.files.append(file)
         return self.index[file]
 
-    def _tensor(self, name: str, a: Array) -> StoredTensor:
+    def _tensor(self, name: str, a: PickledArray) -> StoredTensor:
         strides = tuple(reversed(contiguous_strides(a.shape[::-1]))) if a.fortran and len(a.shape) > 1 else None
         dtype = "BF16" if a.dtype == "U16" else a.dtype
         if dtype == "I8" and self.fp8 and len(a.shape) > 1:
             dtype = self.fp8
         return StoredTensor(name, dtype, a.shape, self._file(a.file), a.offset, 0, strides)
 
-    def _chunked(self, name: str, shape: tuple[int, ...], parts: tuple[Array, ...]) -> None:
+    def _chunked(self, name: str, shape: tuple[int, ...], parts: tuple[PickledArray, ...]) -> None:
         runs = [self._tensor(name, a) for a in parts]
         self.stored.tensors.append(StoredTensor(name, runs[0].dtype, shape, SHARDED, len(self.stored.shards)))
         self.stored.shards.append(end_to_end(runs))
@@ -130,7 +130,7 @@ def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
     while stack:
         name, v = stack.pop()
         items = v.items() if isinstance(v, dict) else enumerate(v) if isinstance(v, list | tuple) else None
-        if items is None or isinstance(v, Array):
+        if items is None or isinstance(v, PickledArray):
             yield name, v
         else:
             stack += reversed([(f"{name}.{k}" if name else str(k), x) for k, x in items])

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpttool.containers.json_stream import JsonError, JsonStream
 from ckpttool.core.files import Place
-from ckpttool.formats.paddle.program_parts import BY_PIR, Parameter, Program
+from ckpttool.formats.paddle.program_parts import BY_PIR, Program, ProgramTensor
 from ckpttool.storage.place import readable
 
 MAGIC = "pir"
@@ -31,7 +31,7 @@ NEWEST = 4
 """The version that paddle 3.3.1 writes, and the newest that is known here."""
 DIALECTS = {"0": "builtin", "1": "pd_op", "2": "cf", "3": "custom_op", "4": "dist"}
 VOID = ("NAN", "INF", "-INF")
-"""What paddle 3.3.1 reads under "VD"; it writes ``NaN`` for the first."""
+"""Values that paddle 3.3.1 reads under "VD"; it writes ``NaN`` for the first."""
 _INFINITE = ("INF", "-INF")
 VOID_WRITTEN = "NaN"
 _FLOATS = ("0.a_f32", "0.a_f64")
@@ -46,7 +46,7 @@ _ATTRIBUTES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("0.a_str", "0.a_tensorname", "1.a_dtype", "1.a_layout"), (str,)),
     **dict.fromkeys(("0.a_array", "0.a_c64", "0.a_c128", "1.a_intarray", "1.a_scalar", "1.a_place"), (list,)),
 }
-"""What the value of an attribute is in Python; of the dialects 0 and 1, which Paddle lists completely."""
+"""Python types of attributes' values, for the dialects 0 and 1, which Paddle lists completely."""
 _TYPES = ("0.t_vec", "0.t_tensorname", "0.t_undefined")
 """Types of dialect 0 besides dense tensors and their elements."""
 
@@ -70,7 +70,7 @@ PROBLEMS = {
     "attribute-nan": "a NaN in the spelling that Paddle writes and cannot read",
     "attribute-void": "`VD` is none of NAN, INF and -INF",
 }
-"""What ``read_pir`` reports."""
+"""Findings of ``read_pir``."""
 
 
 def looks_like_pir(path: Place) -> bool:
@@ -90,7 +90,7 @@ def read_pir(path: Place) -> Program:
 
     Raises IncompleteError when there is no such file and CorruptError when it cannot be read at all.
     """
-    reader = _Reader(Program(path, "pir"))
+    reader = _PirReader(Program(path, "pir"))
     with readable(path), path.open("rb", buffering=0) as f:
         try:
             stream = JsonStream(f)
@@ -116,7 +116,7 @@ class _StructureError(Exception):
 
 
 @dataclass(slots=True)
-class _Block:
+class _PirBlock:
     """One block that is being read."""
 
     label: str
@@ -133,7 +133,7 @@ def operator_name(compressed: str) -> str:
     return f"{DIALECTS.get(dialect, dialect)}{dot}{name}"
 
 
-class _Reader:
+class _PirReader:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.counts: dict[str, int] = {}
@@ -143,10 +143,10 @@ class _Reader:
         """Values of blocks that have ended."""
         self.unknown: dict[int, tuple[str, str]] = {}
         """Values that were taken before anything defined them: by which operator, and what came of it."""
-        self.named: dict[str, Parameter] = {}
+        self.named: dict[str, ProgramTensor] = {}
         self.flagless = 0
         """Parameters that say nothing about themselves."""
-        self.blocks: list[_Block] = []
+        self.blocks: list[_PirBlock] = []
 
     # -- the file
 
@@ -169,13 +169,13 @@ class _Reader:
             else:
                 stream.value()
         if "base_code" not in seen:
-            program.report("magic", "there is no `base_code`: no PIR program")
+            program.report("magic", "there is no `base_code`: not a PIR program")
             raise _StopError
         if "program" not in seen or not program.blocks:
             program.report("structure", "there is no `program` with a region and a block")
 
     def give_up(self, text: str, where: str) -> None:
-        """What follows from a file that cannot be read to its end is no finding of its own."""
+        """Report one finding and drop those that only follow from a file that ends early."""
         self.program = Program(self.program.path, self.program.kind, self.program.version, self.program.trainable)
         self.program.report("json", text, where)
 
@@ -209,7 +209,7 @@ class _Reader:
                 stream.value()
 
     def finish(self) -> None:
-        """What can only be told at the end."""
+        """Run the checks that need the whole program."""
         if self.flagless and self.program.trainable is False:
             text = f"{self.flagless} parameters say nothing about themselves (trainable=False when it was saved)"
             self.program.report("parameter-flags", text + ": Paddle cannot load them")
@@ -270,7 +270,7 @@ class _Reader:
                 self._wrong(f"`{key}` is missing", label)
         self._close()
 
-    def _next(self, stream: JsonStream, block: _Block, number: int) -> None:
+    def _next(self, stream: JsonStream, block: _PirBlock, number: int) -> None:
         near = stream.ahead()
         if near is not None:
             self._operator(near[0], block, number)
@@ -291,7 +291,7 @@ class _Reader:
                 op[key] = stream.value()
         self._operator(op, block, number)
 
-    def _attributes(self, stream: JsonStream, block: _Block, number: int, operator: str) -> list[Any]:
+    def _attributes(self, stream: JsonStream, block: _PirBlock, number: int, operator: str) -> list[Any]:
         """Attributes of an operator that is too long; a long list in one is checked in passing and left empty."""
         out = []
         for _ in stream.items():
@@ -319,15 +319,15 @@ class _Reader:
             out.append(attribute)
         return out
 
-    def _item(self, item: Any, block: _Block, number: int, operator: str) -> None:
+    def _item(self, item: Any, block: _PirBlock, number: int, operator: str) -> None:
         try:
             self._attribute(item, "...", block, number, operator)
         except (KeyError, TypeError, AttributeError):
             self._wrong("a part of a list is of the wrong kind", _where(block, number, operator))
 
-    def _open(self, label: str) -> _Block:
+    def _open(self, label: str) -> _PirBlock:
         self.program.blocks += 1
-        block = _Block(label)
+        block = _PirBlock(label)
         self.blocks.append(block)
         return block
 
@@ -358,7 +358,7 @@ class _Reader:
 
     # -- operators
 
-    def _operator(self, op: Any, block: _Block, number: int) -> None:
+    def _operator(self, op: Any, block: _PirBlock, number: int) -> None:
         """One decoded operator; its blocks, unless they were read in passing."""
         name = op.get("#") if isinstance(op, dict) else None
         if type(name) is not str:
@@ -428,7 +428,7 @@ class _Reader:
         self.defined.add(value)
         self.blocks[-1].defined.append(value)
 
-    def _unknown(self, value: Any, block: _Block, where: str) -> None:
+    def _unknown(self, value: Any, block: _PirBlock, where: str) -> None:
         if type(value) is not int:
             raise _StructureError("an operand has no number")
         if value in self.closed:
@@ -440,7 +440,7 @@ class _Reader:
             else:
                 self.unknown[value] = (where, "")
 
-    def _type(self, kind: Any, block: _Block, number: int, name: str) -> None:
+    def _type(self, kind: Any, block: _PirBlock, number: int, name: str) -> None:
         if kind["#"] != _DENSE:
             if kind["#"][:2] == "0." and kind["#"] not in _TYPES and not _known(kind["#"]):
                 self.program.report("type", f"`{kind['#']}` is not a type of Paddle", _where(block, number, name))
@@ -450,7 +450,7 @@ class _Reader:
         if not _known(element):
             self.program.report("type", f"`{element}` is not an element type of Paddle", _where(block, number, name))
 
-    def _attribute(self, attr: Mapping[str, Any], name: Any, block: _Block, number: int, operator: str) -> None:
+    def _attribute(self, attr: Mapping[str, Any], name: Any, block: _PirBlock, number: int, operator: str) -> None:
         """One attribute, or all of a list of them. Others than those of the dialects 0 and 1 are not looked at."""
         kind = attr["#"]
         if type(name) is not str:
@@ -483,7 +483,7 @@ class _Reader:
             for item in value:
                 self._attribute(item, name, block, number, operator)
 
-    def _parameter(self, op: Mapping[str, Any], block: _Block) -> None:
+    def _parameter(self, op: Mapping[str, Any], block: _PirBlock) -> None:
         if len(op["A"]) != len(_PARAMETER[0]):
             raise _StructureError(f"a parameter has {len(op['A'])} attributes, and {len(_PARAMETER[0])} are expected")
         name, result = op["A"][3], op["O"]
@@ -515,7 +515,7 @@ class _Reader:
 
     def _add(self, name: str, element: str, dims: list[int], where: str) -> None:
         """A tensor of the parameter file."""
-        found = Parameter(name, BY_PIR[element.partition(".")[2]].dtype, tuple(dims))
+        found = ProgramTensor(name, BY_PIR[element.partition(".")[2]].dtype, tuple(dims))
         before = self.named.setdefault(name, found)
         if before is found:
             self.program.parameters.append(found)
@@ -529,7 +529,7 @@ class _Reader:
             self.program.report("parameter-twice", text, where)
 
     def _end(self, name: str, op: Mapping[str, Any]) -> None:
-        """Where data comes in or goes out."""
+        """Read an operator that feeds or fetches data."""
         said = {a["N"]: a["AT"].get("D") for a in op["A"]}
         kind = op["O"][0]["TT"]
         if kind["#"] != _DENSE:
@@ -544,7 +544,7 @@ class _Reader:
             self._add(title, element, dims, f"data `{title}`")
             return
         found = self.program.outputs if name == _FETCH else self.program.inputs
-        found.append(Parameter(title, _dtype(element), tuple(dims)))
+        found.append(ProgramTensor(title, _dtype(element), tuple(dims)))
 
     def _wrong(self, text: str, where: str) -> None:
         self.program.report("structure", text, where)
@@ -563,7 +563,7 @@ _LAYOUTS |= {"SPARSE_COO", "SPARSE_CSR", "PSTRING_UNION", "STRIDED"}
 """paddle/common/layout.h; their case does not matter."""
 _MOST_AXES = 9
 _LARGEST_F32 = 3.4028235677973366e38
-"""What rounds to infinity in float32 is larger."""
+"""The largest number that does not round to infinity in float32."""
 _DATA = "1.data"
 _ENDS = (_DATA, "1.feed", _FETCH)
 _MORE_ELEMENTS = ("t_index",)
@@ -603,7 +603,7 @@ def _label(owner: str, region: int, block: int) -> str:
     return f"{owner}, {here}" if owner else here
 
 
-def _where(block: _Block, number: int, name: str) -> str:
+def _where(block: _PirBlock, number: int, name: str) -> str:
     return f"{block.label} operator {number} ({operator_name(name)})"
 
 
@@ -616,7 +616,7 @@ def _compressed(op: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What an attribute says, or the only item of a list."""
+    """An attribute's value, or the only item of a list."""
     return value[0]["D"] if isinstance(value, list) and value else value
 
 

@@ -1,4 +1,4 @@
-"""What Paddle changes in a PIR program of an earlier version while it reads it.
+"""The changes that Paddle makes to a PIR program of an earlier version while it reads it.
 
 Versions and attributes are those of the patches inside paddle 3.3.1 (fluid/pir/serialize_deserialize/patch, version 4).
 A program of version N gets the patches of N and of all later versions.
@@ -55,7 +55,7 @@ class Patched(NamedTuple):
     operator: str
     times: int
     version: int
-    """Of the patch."""
+    """Version of the patch."""
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Patched(NamedTuple):
 
 
 def patched(program: Program) -> list[Patched]:
-    """What paddle 3.3.1 changes in this program; nothing in one of its own version."""
+    """The changes that paddle 3.3.1 makes to this program; none in one of its own version."""
     if program.kind != "pir" or program.version is None or program.version >= NEWEST:
         return []
     return [

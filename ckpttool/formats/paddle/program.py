@@ -17,11 +17,11 @@ from ckpttool.core.files import DataFile, Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
-from ckpttool.formats.paddle.pdiparams import Record, match_records, record_head
+from ckpttool.formats.paddle.pdiparams import TensorRecord, match_records, record_head
 from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import looks_like_pir, read_pir
 from ckpttool.formats.paddle.pir_patches import patched
-from ckpttool.formats.paddle.program_parts import FLOAT8, Parameter, Program
+from ckpttool.formats.paddle.program_parts import FLOAT8, Program, ProgramTensor
 from ckpttool.storage.listing import Listing, leads_away, list_source
 
 PARAMS = ".pdiparams"
@@ -57,16 +57,16 @@ class Artifact:
     params: Place | None
     """None when there is no parameter file."""
     file: DataFile | None = None
-    records: list[Record] = field(default_factory=list)
-    """Of the program's parameters, in their order; fewer where the file is cut off."""
+    records: list[TensorRecord] = field(default_factory=list)
+    """Records of the program's parameters, in their order; fewer where the file is cut off."""
 
     @property
-    def tensors(self) -> list[tuple[Parameter, Record]]:
+    def tensors(self) -> list[tuple[ProgramTensor, TensorRecord]]:
         return list(zip(self.program.parameters, self.records, strict=False))
 
 
 class Native(NamedTuple):
-    """What writing the same program again needs."""
+    """The data that writing the same program again needs."""
 
     program: Program
     params: str
@@ -157,15 +157,15 @@ _HINTS: Mapping[str, str] = {
 }
 
 
-def check_artifact(path: Place, params: Place | None = None) -> tuple[base.Checked, Program | None]:
-    """What is wrong with a program and its parameter file, and what somebody who serves them may want to know.
+def check_artifact(path: Place, params: Place | None = None) -> tuple[base.FormatCheck, Program | None]:
+    """Check a program and its parameter file: errors, and notes for whoever serves them.
 
     The program is None where it cannot be read. ``params`` as in ``examine``.
     """
     try:
         artifact = examine(path, params)
     except CkptError as e:
-        return base.Checked([("unreadable", e.what, ", ".join(e.where), e.hint or "")], {}), None
+        return base.FormatCheck([("unreadable", e.what, ", ".join(e.where), e.hint or "")], {}), None
     program = artifact.program
     found: list[tuple[str, str, str, str]] = []
 
@@ -197,7 +197,7 @@ def check_artifact(path: Place, params: Place | None = None) -> tuple[base.Check
         "parameter": len(program.parameters),
         "record": len(artifact.records),
     }
-    return base.Checked(found, counts), program
+    return base.FormatCheck(found, counts), program
 
 
 class PaddleProgram:
@@ -231,7 +231,7 @@ class PaddleProgram:
             stored.tensors = [stored_tensor(p, r) for p, r in artifact.tensors]
         return stored
 
-    def check(self, listing: Listing) -> base.Checked:
+    def check(self, listing: Listing) -> base.FormatCheck:
         """Raises what ``find_program`` raises."""
         return check_artifact(find_program(listing))[0]
 
@@ -297,7 +297,7 @@ def program_of(path: Place) -> Place:
 
 
 def native_of(artifact: Artifact) -> Native:
-    """What is kept for writing the program again."""
+    """The data that is kept for writing the program again."""
     program = artifact.program
     info = program.path.parent / (program.path.name.removesuffix(LEGACY) + INFO)
     whole = program.kind == "pdmodel" and info.is_file() and not leads_away(info)
@@ -312,7 +312,7 @@ def params_name(path: Place) -> str:
     return path.name.removesuffix(LEGACY).removesuffix(".json") + PARAMS
 
 
-def stored_form(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
+def stored_form(parameter: ProgramTensor) -> tuple[str, tuple[int, ...]]:
     """dtype and shape under which a parameter is known outside Paddle.
 
     complex128, which safetensors does not have, is F64 with a last axis of two: real and imaginary part.
@@ -322,8 +322,8 @@ def stored_form(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
     return parameter.dtype, parameter.shape
 
 
-def stored_tensor(parameter: Parameter, record: Record) -> StoredTensor:
-    """Where a parameter lies, in its ``stored_form``."""
+def stored_tensor(parameter: ProgramTensor, record: TensorRecord) -> StoredTensor:
+    """The stored tensor of a parameter, in its ``stored_form``."""
     return StoredTensor(parameter.name, *stored_form(parameter), 0, record.offset)
 
 

@@ -1,4 +1,4 @@
-"""What a Paddle inference program says, above all about its parameters, whichever way it is written.
+"""A Paddle inference program, above all its parameters, in either encoding.
 
     model.json      a PIR program in JSON                      _pir.py
     model.pdmodel   a ProgramDesc in protobuf, before PIR      _pdmodel.py
@@ -27,7 +27,7 @@ class Element(NamedTuple):
     number: int
     """``VarType.Type`` of framework.proto, which is what a parameter file holds."""
     pir: str
-    """In a PIR program, after ``0.``."""
+    """Name in a PIR program, after ``0.``."""
     bits: int
 
 
@@ -56,16 +56,16 @@ LISTED = 20
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
-class Problem(NamedTuple):
+class ProgramProblem(NamedTuple):
     """Something wrong with a program or its parameters: ``--check`` lists all, reading raises the first."""
 
     id: str
     text: str
     where: str = ""
-    """In the file: operator, byte, record."""
+    """Place in the file: operator, byte, record."""
 
 
-class Parameter(NamedTuple):
+class ProgramTensor(NamedTuple):
     """A tensor that the program expects in the parameter file, or feeds, or fetches."""
 
     name: str
@@ -86,10 +86,10 @@ class Program:
     kind: str
     """``pir`` or ``pdmodel``."""
     version: int | None = None
-    """Of PIR's JSON; of a .pdmodel Paddle's own, as major * 1000000 + minor * 1000 + patch. None where it says none."""
+    """Version of PIR's JSON; in a .pdmodel Paddle's own: major * 1000000 + minor * 1000 + patch. None: not given."""
     trainable: bool | None = None
-    parameters: list[Parameter] = field(default_factory=list)
-    """In the order of the parameter file: sorted by name."""
+    parameters: list[ProgramTensor] = field(default_factory=list)
+    """Parameters in the order of the parameter file: by name."""
     operators: Counter[str] = field(default_factory=Counter)
     """How many of each operator there are, in all blocks."""
     elements: Counter[str] = field(default_factory=Counter)
@@ -97,18 +97,18 @@ class Program:
     infinite: int = 0
     """Attributes that are infinite, which JSON has no number for."""
     blocks: int = 0
-    inputs: list[Parameter] = field(default_factory=list)
-    """What is fed, in the order of the program."""
-    outputs: list[Parameter] = field(default_factory=list)
-    """What is fetched."""
-    problems: list[Problem] = field(default_factory=list)
-    """At most ``LISTED`` of each id."""
+    inputs: list[ProgramTensor] = field(default_factory=list)
+    """Tensors that are fed, in the order of the program."""
+    outputs: list[ProgramTensor] = field(default_factory=list)
+    """Tensors that are fetched."""
+    problems: list[ProgramProblem] = field(default_factory=list)
+    """Problems, at most ``LISTED`` of each id."""
     more: Counter[str] = field(default_factory=Counter)
     """Problems beyond those listed, by id."""
 
     def report(self, id_: str, text: str, where: str = "") -> None:
         """Note a problem; the hundredth of a kind says nothing new."""
         if sum(p.id == id_ for p in self.problems) < LISTED:
-            self.problems.append(Problem(id_, text, where))
+            self.problems.append(ProgramProblem(id_, text, where))
         else:
             self.more[id_] += 1

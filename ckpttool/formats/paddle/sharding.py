@@ -1,11 +1,11 @@
-"""How Paddle's sharding stage 1 shares the optimizer state of one model-parallel rank out. Pure.
+"""Division of one model-parallel rank's optimizer state by Paddle's sharding stage 1. Pure.
 
 Version 1 gives every parameter to one rank; version 2 (``split_param``) lays the parameters end to end in buffers and
 cuts each buffer evenly. Both are worked out from names, sizes and the order of the model alone::
 
     v1   owners(numels, ranks)                       parameter -> rank
     v2   buffers(params, ranks)                      parameters -> buffers with the start of each parameter
-         Buffer.spans(name)                          the ranks that hold some of it, and which elements
+         FlatBuffer.spans(name)                          the ranks that hold some of it, and which elements
 
 Sources: ``DygraphShardingOptimizer._partition_parameters`` and ``DygraphShardingOptimizerV2._build_comm_buffers``
 (paddle/distributed/fleet/meta_optimizers/dygraph_optimizer/dygraph_sharding_optimizer.py), ``alignment``, ``align``,
@@ -36,16 +36,16 @@ _DTYPE_ORDER = {"BF16": 0, "F16": 1, "F32": 2}
 """``sorted(..., key=lambda x: str(x.dtype))``: paddle.bfloat16 < paddle.float16 < paddle.float32."""
 
 
-class Param(NamedTuple):
+class TrainableParam(NamedTuple):
     """One trainable parameter of a model-parallel rank."""
 
     name: str
     dtype: str
-    """Of the parameter itself: its master weights and moments are F32 in a buffer laid out for BF16."""
+    """Dtype of the parameter itself: its master weights and moments are F32 in a buffer laid out for BF16."""
     numel: int
 
 
-class Buffer(NamedTuple):
+class FlatBuffer(NamedTuple):
     """Parameters laid end to end, ``size`` elements shared evenly by ``ranks``."""
 
     starts: dict[str, int]
@@ -95,7 +95,7 @@ def padded(numel: int, dtype: str, ranks: int) -> int:
     return (numel + unit - 1) // unit * unit
 
 
-def buffers(params: Sequence[Param], ranks: int, limit: int = BUFFER_BYTES) -> list[Buffer]:
+def buffers(params: Sequence[TrainableParam], ranks: int, limit: int = BUFFER_BYTES) -> list[FlatBuffer]:
     """Sharding version 2: the buffers of ``params``, which all belong to one communication group of ``ranks``.
 
     Parameters are taken by dtype and then in order; a buffer is closed as soon as its parameters (without padding)
@@ -103,7 +103,7 @@ def buffers(params: Sequence[Param], ranks: int, limit: int = BUFFER_BYTES) -> l
     """
     out = []
     for dtype in sorted({p.dtype for p in params}, key=_DTYPE_ORDER.__getitem__):
-        group: list[Param] = []
+        group: list[TrainableParam] = []
         size = 0
         for p in (p for p in params if p.dtype == dtype):
             group.append(p)
@@ -116,14 +116,14 @@ def buffers(params: Sequence[Param], ranks: int, limit: int = BUFFER_BYTES) -> l
     return out
 
 
-def _buffer(params: Sequence[Param], ranks: int) -> Buffer:
+def _buffer(params: Sequence[TrainableParam], ranks: int) -> FlatBuffer:
     starts, stops = {}, {}
     at = 0
     for p in params:
         starts[p.name] = at
         at += padded(p.numel, p.dtype, ranks)
         stops[p.name] = at
-    return Buffer(starts, stops, at, ranks)
+    return FlatBuffer(starts, stops, at, ranks)
 
 
 def flat_slices(t: RankTensor, start: int, stop: int) -> list[RankTensor]:

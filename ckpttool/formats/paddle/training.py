@@ -1,4 +1,4 @@
-"""What Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
+"""The files that Paddle's trainers keep beside tensors: trainer_state.json and scheduler.pdparams.
 
 Both are carried along as the small files that they are. A schedule that came through a format of another software
 (dcp, universal, ranks) becomes a file again, and so do another trainer's step and learning rate. What else that one
@@ -17,16 +17,16 @@ from ckpttool.containers.pickle_write import plain_pickle
 from ckpttool.core.files import DataFile
 from ckpttool.core.words import some
 from ckpttool.errors import CkptError
-from ckpttool.formats.base import Training, WriteRequest, companions
+from ckpttool.formats.base import TrainingState, WriteRequest, companions
 from ckpttool.storage.listing import COMPANION_LIMIT, Listing
 
 SCHEDULE = "LR_Scheduler"
-"""What Paddle calls the state of the learning rate in the optimizer's files."""
+"""Paddle's name for the state of the learning rate in the optimizer's files."""
 SCHEDULE_FILE = "scheduler.pdparams"
 """The same, beside them."""
 _TRAINER = "trainer_state.json"
 _STEPS = frozenset({"global_steps", "global_step", "step", "iteration"})
-"""What other trainers call it."""
+"""Other trainers' names for the number of steps."""
 
 TRAINER_FILES = re.compile(
     r"rng_state.*\.pth|training_args\.bin|trainer_state\.bin|scheduler\.(?:pdparams|pdopt)|scaler\.pdparams"
@@ -42,7 +42,7 @@ def small_files(listing: Listing, own: Iterable[str]) -> tuple[tuple[str, ...], 
     return tuple([n for n in listing.names if n in small or n in carried]), notes
 
 
-def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> Training | None:
+def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -> TrainingState | None:
     """The trainer's step and its learning-rate ``schedule``, which scheduler.pdparams has where files have none.
 
     Nothing in Paddle's files says the betas. A file that cannot be read is carried along, and says nothing here.
@@ -58,10 +58,10 @@ def read_training(listing: Listing, schedule: Mapping[str, Any] | None = None) -
     step = step if type(step) is int and step >= 0 else None
     if step is None and not schedule:
         return None
-    return Training(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
+    return TrainingState(step=step, plain={SCHEDULE: dict(schedule)} if schedule else {})
 
 
-def schedule_of(training: Training | None) -> Mapping[str, Any] | None:
+def schedule_of(training: TrainingState | None) -> Mapping[str, Any] | None:
     """The state of a schedule of Paddle's, wherever it came from.
 
     Another trainer's step and learning rate are one: Paddle's schedules are functions of the step, and no trainer of

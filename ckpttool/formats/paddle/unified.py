@@ -51,20 +51,20 @@ _OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z"
 _WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z")
 
 
-class _File(NamedTuple):
+class _ShardFile(NamedTuple):
     """One file of tensors."""
 
     path: Place
     component: str
     stem: str
     coords: Mapping[str, int]
-    """Of the rank that wrote it; empty for merged files."""
+    """Coordinates of the rank that wrote it; empty for merged files."""
     part: int
     total: int
 
 
-_Held = list[tuple[StoredTensor, _File]]
-"""What the files hold for one key."""
+_Held = list[tuple[StoredTensor, _ShardFile]]
+"""The stored tensors of one key, each with its file."""
 
 
 class Unified:
@@ -108,7 +108,7 @@ class Unified:
         listings = [listing, *(list_source(p) for p in options.more)]
         config = shared_config(listings)
         found = _files(listings)
-        return _Reader(listing, listings, options, config, found).read()
+        return _UnifiedReader(listing, listings, options, config, found).read()
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return Mesh()
@@ -209,9 +209,9 @@ def _index_without(
     return (json.dumps(data, indent=4) + "\n").encode()
 
 
-def _files(listings: Sequence[Listing]) -> list[_File]:
+def _files(listings: Sequence[Listing]) -> list[_ShardFile]:
     """The files of all directories of a save, each once."""
-    out: dict[str, _File] = {}
+    out: dict[str, _ShardFile] = {}
     for at in listings:
         for name in at.names:
             m = _MERGED.match(name) or _RANKED.match(name)
@@ -223,17 +223,17 @@ def _files(listings: Sequence[Listing]) -> list[_File]:
             got = m.groupdict()
             coords = {k: int(v) for k, v in _COORDINATE.findall(got.get("suffix") or "")}
             part, total = int(got["part"] or 0), int(got.get("total") or 0)
-            out[name] = _File(at.path(name), STEMS[got["stem"]], got["stem"], coords, part, total)
+            out[name] = _ShardFile(at.path(name), STEMS[got["stem"]], got["stem"], coords, part, total)
     return list(out.values())
 
 
 @dataclass(slots=True)
-class _Reader:
+class _UnifiedReader:
     listing: Listing
     listings: list[Listing]
     options: base.ReadOptions
     config: dict[str, Any]
-    found: list[_File]
+    found: list[_ShardFile]
     notes: list[str] = field(default_factory=list)
     files: list[DataFile] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
@@ -319,7 +319,7 @@ class _Reader:
             ranked = [f for f in self.found if f.stem == stem and f.coords]
             self._complete_ranks(stem, ranked)
 
-    def _complete_ranks(self, stem: str, ranked: Sequence[_File]) -> None:
+    def _complete_ranks(self, stem: str, ranked: Sequence[_ShardFile]) -> None:
         if not ranked:
             return
         axes = list(ranked[0].coords)
@@ -386,7 +386,7 @@ class _Reader:
         held: dict[Key, _Held] = {}
         order = {stem: set(self._named_by_index(stem)) for stem in STEMS}
 
-        def rank(f: _File) -> tuple[Any, ...]:
+        def rank(f: _ShardFile) -> tuple[Any, ...]:
             named = order[f.stem]
             # Shards of one parameter follow each other by sharding rank, which is how the files are numbered.
             return (list(STEMS).index(f.stem), bool(named) and f.path.name not in named, *self._shard_order(f))
@@ -406,7 +406,7 @@ class _Reader:
         return held
 
     @staticmethod
-    def _shard_order(f: _File) -> tuple[int, ...]:
+    def _shard_order(f: _ShardFile) -> tuple[int, ...]:
         return (f.coords.get("pp", 0), f.coords.get("moe", 0), f.coords.get("tp", 0), f.coords.get("shard", 0), f.part)
 
     def _cut_mesh(self) -> Mesh:
@@ -596,7 +596,7 @@ class _Reader:
         return {k: [(t, any_file)] for k, t in made.items()}
 
     def _check_index(self, indexes: Mapping[str, dict[str, Any]], held: Mapping[Key, _Held]) -> None:
-        """What each index gets wrong, as notes; the headers count."""
+        """Note the errors of each index; the headers are taken as right."""
         for stem, component in STEMS.items():
             mapped = indexes[stem].get("weight_map")
             if not isinstance(mapped, dict):
@@ -632,7 +632,7 @@ class _Reader:
 
 
 def _key(name: str, component: str) -> Key:
-    """Of a tensor in a file of this component: ``<parameter>/<state>`` in the optimizer's."""
+    """The key of a tensor in a file of this component: ``<parameter>/<state>`` in the optimizer's."""
     if component != "optimizer":
         return Key(name, component)
     parameter, slash, state = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""What the indexes of a unified checkpoint say: one for each component, and none that is only a map.
+"""The indexes of a unified checkpoint: one for each component, and none that is only a map.
 
 Quantised moments have the index that they had in float32; files that ranks wrote for themselves have no map, by which
 Paddle's readers know them.
@@ -105,7 +105,7 @@ class UnifiedIndex(IndexRules):
 
 
 def _stage(names: Iterable[str]) -> str:
-    """How moments are quantised, by their names: O2 packs both into one; "" where they are not."""
+    """Quantisation of moments by their names: O2 packs both into one; "" where they are not."""
     there = set(names)
     coded = [n.partition("@")[0] for n in there if _CODED.search(n)]
     if not coded:

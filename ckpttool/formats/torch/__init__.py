@@ -4,8 +4,16 @@ from ckpttool.formats.torch.bin import TorchFiles
 from ckpttool.formats.torch.bytecheckpoint import ByteCheckpoint
 from ckpttool.formats.torch.dcp import DistributedCheckpoint
 from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
-from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
-from ckpttool.formats.torch.dcp_metadata import CLASS, Described, Entry, Span, entries_of, read_pickle, write_metadata
+from ckpttool.formats.torch.dcp_layout import ChunkWriter, TensorChunks
+from ckpttool.formats.torch.dcp_metadata import (
+    CLASS,
+    DcpEntry,
+    DcpTensor,
+    Span,
+    entries_of,
+    read_pickle,
+    write_metadata,
+)
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
@@ -21,15 +29,15 @@ __all__ = [
     "ByteCheckpoint",
     "ChunkFiles",
     "ChunkWriter",
-    "Chunks",
+    "DcpEntry",
+    "DcpTensor",
     "DeepSpeed",
-    "Described",
     "DistributedCheckpoint",
-    "Entry",
     "Fsdp",
     "Meta",
     "NotPlainError",
     "Span",
+    "TensorChunks",
     "TorchFiles",
     "Universal",
     "entries_of",

@@ -157,7 +157,7 @@ def _index_notes(index: Mapping[str, str], real: Mapping[str, str]) -> list[str]
 def _index_findings(
     listing: Listing, index: Mapping[str, str], real: Mapping[str, str], found: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with an index whose files were read."""
+    """Findings about an index whose files were read."""
     name = listing.single if listing.single.endswith(".json") else INDEX
     where = str(listing.path(name))
     for n, file in real.items():

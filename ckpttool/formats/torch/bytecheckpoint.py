@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from ckpttool.containers.pickle import Record, interpret, printable
-from ckpttool.containers.torch_pickle import Tensor, vocabulary
+from ckpttool.containers.pickle import PickledObject, interpret, printable
+from ckpttool.containers.torch_pickle import TorchTensor, vocabulary
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
 from ckpttool.core.dtypes import DTYPES, itemsize
@@ -31,7 +31,7 @@ from ckpttool.core.optimizer_states import STEP
 from ckpttool.core.words import some
 from ckpttool.errors import CkptError, CorruptError, IncompleteError, UnsupportedError, found_as
 from ckpttool.formats import base
-from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Entry, entries_of, read_pickle
+from ckpttool.formats.torch.dcp_metadata import DcpChunk, DcpEntry, DcpTensor, entries_of, read_pickle
 from ckpttool.formats.torch.dcp_place import METADATA
 from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
@@ -69,7 +69,7 @@ class ByteCheckpoint:
         """
         base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
         listing, notes = _resolved(listing)
-        save = _Save()
+        save = _BytecheckpointReader()
         if METADATA in listing.names:
             folders = {COMPONENT if listing.root.name == COMPONENT else "model": listing}
         else:
@@ -144,7 +144,7 @@ def _resolved(listing: Listing) -> tuple[Listing, list[str]]:
 # -- what is in it
 
 
-class _Bytes:
+class _MemoryFile:
     """A pickle that is in memory."""
 
     def __init__(self, info: DataFile, data: bytes) -> None:
@@ -165,12 +165,12 @@ class _Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ComponentDirectory:
     """The directory of a component."""
 
     listing: Listing
     info: DataFile
-    entries: list[Entry]
+    entries: list[DcpEntry]
     order: list[str]
     """Names in the order in which a rank had them."""
     described: Mapping[tuple[str, tuple[int, ...]], bytes]
@@ -180,20 +180,20 @@ class _Part:
         raise CorruptError(what, where=str(self.info.place), hint="fetch or save the checkpoint again", finding=finding)
 
 
-class _Save:
+class _BytecheckpointReader:
     """The tensors of all components."""
 
     def __init__(self) -> None:
         self.files: list[DataFile] = []
         self.tensors: list[StoredTensor] = []
         self.logical: dict[Key, LogicalTensor] = {}
-        self.training: base.Training | None = None
+        self.training: base.TrainingState | None = None
         self.refused: dict[str, CkptError] = {}
         self.notes: list[str] = []
         self._called: dict[str, str] = {}
         self._model: list[tuple[str, tuple[int, ...]]] = []
         """Parameters in the model's order."""
-        self._forms: dict[bytes, Tensor] = {}
+        self._forms: dict[bytes, TorchTensor] = {}
 
     def add(self, component: str, listing: Listing) -> None:
         """Read the metadata of a component; the model comes first."""
@@ -203,7 +203,7 @@ class _Save:
         else:
             self._add_optimizer(part)
 
-    def _part(self, listing: Listing) -> _Part:
+    def _part(self, listing: Listing) -> _ComponentDirectory:
         path = listing.path(METADATA)
         if METADATA not in listing.names:
             raise IncompleteError(
@@ -213,7 +213,7 @@ class _Save:
                 finding="save-unfinished",
             )
         value = read_pickle(path)
-        fields = value.fields if isinstance(value, Record) else {}
+        fields = value.fields if isinstance(value, PickledObject) else {}
         described, order = _described(fields, path)
         numbers: dict[str, int] = {}
 
@@ -232,14 +232,14 @@ class _Save:
 
         entries = entries_of(value, path, number, f"{_OWNER}.Metadata")
         rank = {name: i for i, name in enumerate(order)}
-        part = _Part(listing, base.file_now(path), entries, order, described)
+        part = _ComponentDirectory(listing, base.file_now(path), entries, order, described)
         if order and (lost := [e.fqn for e in entries if e.fqn not in rank]):  # its planner says the keys of each
             part.corrupt(f"nothing says which keys lead to `{printable(lost[0])}`")
         entries.sort(key=lambda e: rank.get(e.fqn, len(rank)))
         return part
 
-    def _add_model(self, part: _Part) -> None:
-        tensors = [(e.fqn, e.value) for e in part.entries if isinstance(e.value, Described)]
+    def _add_model(self, part: _ComponentDirectory) -> None:
+        tensors = [(e.fqn, e.value) for e in part.entries if isinstance(e.value, DcpTensor)]
         if flat := [name for name, _ in tensors if _FLAT.match(name)]:
             raise UnsupportedError(
                 f"these are FlatParameters of FSDP1 ({some(flat)}), which are parameters laid end to end",
@@ -255,11 +255,11 @@ class _Save:
             self._put(key, name, tensor, part)
             if tensor.dtype in DTYPES and DTYPES[tensor.dtype].kind == "float":
                 self._model.append((key.name, tensor.shape))
-        left = [printable(e.fqn, 60) for e in part.entries if not isinstance(e.value, Described)]
+        left = [printable(e.fqn, 60) for e in part.entries if not isinstance(e.value, DcpTensor)]
         if left:
             self.notes.append(f"not tensors, and left out: {some(left)}")
 
-    def _put(self, key: Key, fqn: str, tensor: Described, part: _Part) -> None:
+    def _put(self, key: Key, fqn: str, tensor: DcpTensor, part: _ComponentDirectory) -> None:
         pieces = []
         for chunk in tensor.chunks:
             if chunk.box.volume:
@@ -272,7 +272,7 @@ class _Save:
             with found_as(incomplete="chunk-missing", conflict="chunk-overlap"):
                 self.logical[key] = logical_tensor(key, tensor.shape, pieces, files=self.files)
 
-    def _chunk(self, key: Key, fqn: str, tensor: Described, chunk: Chunk, part: _Part) -> StoredTensor:
+    def _chunk(self, key: Key, fqn: str, tensor: DcpTensor, chunk: DcpChunk, part: _ComponentDirectory) -> StoredTensor:
         number, begin, length = chunk.span
         file = self.files[number]
         if begin + length > file.size:
@@ -295,14 +295,14 @@ class _Save:
         held = TorchFile(file, None, {form.storage.key: (begin, length)})
         return held.place(form, key.name, number)._replace(component=key.component, state=key.state)
 
-    def _form(self, fqn: str, box: Box, part: _Part) -> Tensor:
+    def _form(self, fqn: str, box: Box, part: _ComponentDirectory) -> TorchTensor:
         """The tensor of a chunk as it was described; equal descriptions are read once."""
         data = part.described.get((fqn, box.start))
         if data is None:
             part.corrupt(f"nothing describes the chunk at {list(box.start)} of `{printable(fqn)}`")
         if data not in self._forms:
-            value, _ = interpret(_Bytes(part.info, data), vocabulary({}))
-            if not isinstance(value, Tensor):
+            value, _ = interpret(_MemoryFile(part.info, data), vocabulary({}))
+            if not isinstance(value, TorchTensor):
                 raise UnsupportedError(
                     f"a chunk of `{printable(fqn)}` is not a plain tensor",
                     where=str(part.info.place),
@@ -311,14 +311,14 @@ class _Save:
             self._forms[data] = value
         return self._forms[data]
 
-    def _add_optimizer(self, part: _Part) -> None:
-        states: dict[str, dict[str, tuple[str, Described]]] = {}
+    def _add_optimizer(self, part: _ComponentDirectory) -> None:
+        states: dict[str, dict[str, tuple[str, DcpTensor]]] = {}
         groups: list[dict[str, Any]] = []
         left = []
         for e in part.entries:
-            if isinstance(e.value, Described) and len(e.path) == 3 and e.path[0] == "state":
+            if isinstance(e.value, DcpTensor) and len(e.path) == 3 and e.path[0] == "state":
                 states.setdefault(str(e.path[1]), {})[str(e.path[2])] = e.fqn, e.value
-            elif e.path == ("param_groups",) and not isinstance(e.value, Described):
+            elif e.path == ("param_groups",) and not isinstance(e.value, DcpTensor):
                 groups = self._groups(e.value, part)
             else:
                 left.append(printable(e.fqn, 60))
@@ -336,9 +336,9 @@ class _Save:
             unfit += [f"param_groups.{i}.{k}" for k, v in values.items() if not is_plain(v)]
             parameters = tuple([names[str(n)] for n in group.get("params") or () if str(n) in names])
             kept.append(base.ParamGroup(parameters, {k: v for k, v in values.items() if is_plain(v)}))
-        self.training = base.Training(tuple(kept), left=tuple(unfit))
+        self.training = base.TrainingState(tuple(kept), left=tuple(unfit))
 
-    def _groups(self, span: tuple[int, int, int], part: _Part) -> list[dict[str, Any]]:
+    def _groups(self, span: tuple[int, int, int], part: _ComponentDirectory) -> list[dict[str, Any]]:
         number, begin, length = span
         value = read_torch(self.files[number].place, begin, begin + length).value
         if not isinstance(value, list) or not all(isinstance(g, dict) for g in value):
@@ -346,7 +346,10 @@ class _Save:
         return value
 
     def _names(
-        self, groups: list[dict[str, Any]], states: Mapping[str, Mapping[str, tuple[str, Described]]], part: _Part
+        self,
+        groups: list[dict[str, Any]],
+        states: Mapping[str, Mapping[str, tuple[str, DcpTensor]]],
+        part: _ComponentDirectory,
     ) -> dict[str, str] | None:
         """The parameter of each key of the optimizer's state; None where nothing says it."""
         model = dict(self._model)
@@ -362,7 +365,7 @@ class _Save:
                 "nothing says whose state the optimizer has: its parameters are numbers, and their shapes leave more"
                 " than one order, or none",
                 where=str(part.info.place),
-                hint="save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with"
+                hint="save it with torch's get_optimizer_state_dict, which names them; or omit the optimizer with"
                 " --only model",
             )
             self.notes.append(f"the optimizer is not read: {why.what}")
@@ -372,33 +375,33 @@ class _Save:
 
 
 def _described(fields: Mapping[str, Any], path: Place) -> tuple[dict[tuple[str, tuple[int, ...]], bytes], list[str]]:
-    """What describes each chunk, and the names in the order in which a rank had them."""
+    """The description of each chunk, and the names in the order in which a rank had them."""
     forms, order = fields.get("all_tensor_metadata") or {}, fields.get("planner_data") or {}
     if not isinstance(forms, dict) or not isinstance(order, dict):
         raise CorruptError("all_tensor_metadata or planner_data is not a dict", where=str(path))
     out = {}
     for index, data in forms.items():
-        if isinstance(data, bytes) and isinstance(index, Record):
+        if isinstance(data, bytes) and isinstance(index, PickledObject):
             fqn, offset = index.fields.get("fqn"), index.fields.get("offset") or ()
             if type(fqn) is not str or type(offset) is not tuple or any(type(n) is not int for n in offset):
-                raise CorruptError("all_tensor_metadata has a key that is no chunk", where=str(path))
+                raise CorruptError("all_tensor_metadata has a key that is not a chunk", where=str(path))
             out[fqn, offset] = data
     return out, [str(name) for name in order]
 
 
-def _shape(state: Mapping[str, tuple[str, Described]]) -> tuple[int, ...] | None:
+def _shape(state: Mapping[str, tuple[str, DcpTensor]]) -> tuple[int, ...] | None:
     return next((tensor.shape for what, (_, tensor) in state.items() if what != STEP), None)
 
 
-def _with_extra(training: base.Training | None, listing: Listing) -> base.Training | None:
-    """What else the first rank saved, where it is plain."""
+def _with_extra(training: base.TrainingState | None, listing: Listing) -> base.TrainingState | None:
+    """Add the other plain values that the first rank saved."""
     path = listing.root / _EXTRA[0] / _EXTRA[1]
     if not path.is_file():
         return training
     value = read_torch(path).value
-    said = training or base.Training()
+    said = training or base.TrainingState()
     if not isinstance(value, dict):
-        return base.Training(said.groups, said.step, said.plain, (*said.left, _EXTRA[0]))
+        return base.TrainingState(said.groups, said.step, said.plain, (*said.left, _EXTRA[0]))
     plain = {str(k): v for k, v in value.items() if is_plain(v)}
     left = [printable(str(k), 60) for k, v in value.items() if not is_plain(v)]
-    return base.Training(said.groups, said.step, {**said.plain, **plain}, (*said.left, *left))
+    return base.TrainingState(said.groups, said.step, {**said.plain, **plain}, (*said.left, *left))

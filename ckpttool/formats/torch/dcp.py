@@ -27,16 +27,16 @@ from ckpttool.errors import CkptError, ConflictError, IncompleteError, Unsupport
 from ckpttool.formats import base
 from ckpttool.formats.torch.dcp_chunks import MAX_OBJECT, ChunkFiles, NotPlainError, plain_value
 from ckpttool.formats.torch.dcp_hf import is_sharded, read_sharded
-from ckpttool.formats.torch.dcp_metadata import Described, Entry, Span, read_metadata
-from ckpttool.formats.torch.dcp_names import Assigned, Held, assign, grouped
-from ckpttool.formats.torch.dcp_place import METADATA, Save, find
+from ckpttool.formats.torch.dcp_metadata import DcpEntry, DcpTensor, Span, read_metadata
+from ckpttool.formats.torch.dcp_names import Assigned, GroupParameters, assign, grouped
+from ckpttool.formats.torch.dcp_place import METADATA, DcpSave, find
 from ckpttool.formats.torch.dcp_write import write_save
 from ckpttool.formats.torch.zero_files import list_of
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import expect
 
 _CUT = "omit it; --sharding-out sets the number of files"
-_NAMES = "save it with torch's get_optimizer_state_dict, which names them; or leave the optimizer out with --only model"
+_NAMES = "save it with torch's get_optimizer_state_dict, which names them; or omit the optimizer with --only model"
 
 
 class DistributedCheckpoint:
@@ -75,14 +75,14 @@ class DistributedCheckpoint:
                 where=str(listing.root),
                 hint="give the directory with .metadata",
             )
-        reading = _Reading(save)
+        reading = _DcpReader(save)
         entries = reading.entries()
         groups = reading.groups(entries)
         assigned = assign(entries, options.select, reading.where, groups, wrapped=options.wrapped)
-        tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described) and e.fqn in assigned.keys}
+        tensors = {e.fqn: e.value for e in entries if isinstance(e.value, DcpTensor) and e.fqn in assigned.keys}
         catalog = Catalog(reading.files, reading.tensors(tensors, assigned.keys))
         objects = [(e, span) for e in entries if e.fqn not in tensors and (span := _alone(e.value)) is not None]
-        gone = [e.path for e in entries if isinstance(e.value, Described) and e.value.shape and e.fqn not in tensors]
+        gone = [e.path for e in entries if isinstance(e.value, DcpTensor) and e.value.shape and e.fqn not in tensors]
         lists = {path[:i] for path in gone for i, key in enumerate(path) if type(key) is int}
         broken = {e.fqn for e, _ in objects if e.fqn not in assigned.keys and _inside(e, lists)}
         found = reading.objects([(e, s) for e, s in objects if e.fqn not in broken], assigned, catalog)
@@ -110,7 +110,7 @@ class DistributedCheckpoint:
             recorded=catalog,
             notes=[*save.notes, *assigned.notes, *said, *notes],
             native=assigned.nesting._replace(
-                numbers={e.fqn: e.value.dtype for e, _ in objects if isinstance(e.value, Described)},
+                numbers={e.fqn: e.value.dtype for e, _ in objects if isinstance(e.value, DcpTensor)},
                 paths={e.fqn: e.path for e, _ in objects if grouped(e) is None},
                 held=found.held,
                 listed=frozenset(found.listed),
@@ -129,17 +129,17 @@ class DistributedCheckpoint:
         return write_save(request)
 
 
-class _Reading:
+class _DcpReader:
     """One save that is being read."""
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: DcpSave) -> None:
         self.save, self.where = save, str(save.listing.root)
         self.chunks = ChunkFiles()
         self.files = self.chunks.files
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DcpEntry]:
         """All values that were saved. Ranks that wrote their own metadata each say a part of a tensor."""
-        out: dict[str, Entry] = {}
+        out: dict[str, DcpEntry] = {}
         for part in self.save.parts:
             if not part.metadata:
                 raise IncompleteError(
@@ -148,7 +148,7 @@ class _Reading:
                     hint="take an earlier save: `ckpttool inspect RUN --checkpoints` shows which are complete",
                     finding="save-unfinished",
                 )
-            mine: dict[str, Entry] = {}
+            mine: dict[str, DcpEntry] = {}
             for name in part.metadata:
                 for e in read_metadata(part.listing.path(name), partial(self.chunks.number, part.listing)):
                     mine[e.fqn] = _joined(mine[e.fqn], e) if e.fqn in mine else e
@@ -161,13 +161,13 @@ class _Reading:
             out |= mine
         return list(out.values())
 
-    def groups(self, entries: Sequence[Entry]) -> dict[str, list[dict[int, str]]]:
+    def groups(self, entries: Sequence[DcpEntry]) -> dict[str, list[dict[int, str]]]:
         """Parameters of each group, by the prefix of an optimizer that numbers them: names, "" where none is said."""
         held: dict[tuple[str, str | int], dict[str, list[Any]]] = {}
         for e in entries:
             group, listed = grouped(e), e.path[-1] == "param_groups"
             wanted = listed or (group is not None and group.value in ("params", "param_names"))
-            if not wanted or isinstance(e.value, Described):
+            if not wanted or isinstance(e.value, DcpTensor):
                 continue
             with opened(self.files[e.value[0]].place) as file:
                 value = self.chunks.slice(file, e.fqn, e.value).value
@@ -186,7 +186,7 @@ class _Reading:
             out.setdefault(prefix, []).append(dict(zip(numbers, names, strict=True)))
         return out
 
-    def tensors(self, described: Mapping[str, Described], keys: Mapping[str, Key]) -> dict[Key, LogicalTensor]:
+    def tensors(self, described: Mapping[str, DcpTensor], keys: Mapping[str, Key]) -> dict[Key, LogicalTensor]:
         """The tensors, of which the head of each chunk is read, file by file."""
         fqns = list(described)
         pieces: list[list[Piece | None]] = [[None] * len(described[f].chunks) for f in fqns]
@@ -214,10 +214,11 @@ class _Reading:
             out[key].dtype = described[fqn].dtype
         return out
 
-    def objects(self, objects: Sequence[tuple[Entry, Span]], assigned: Assigned, catalog: Catalog) -> _Objects:
-        """What else a trainer resumes from. Numbers that are state of a parameter become tensors of the catalog."""
+    def objects(self, objects: Sequence[tuple[DcpEntry, Span]], assigned: Assigned, catalog: Catalog) -> _Objects:
+        """Everything else that a trainer resumes from. Numbers that are state of a parameter become tensors of the
+        catalog."""
         values: dict[str, Any] = {}
-        """Of those that are plain."""
+        """The plain values."""
         for number, group in groupby(sorted(objects, key=itemgetter(1)), key=lambda item: item[1][0]):
             with opened(self.files[number].place) as file:
                 for e, span in group:
@@ -234,7 +235,7 @@ class _Reading:
         return found
 
 
-def _inside(entry: Entry, lists: Collection[tuple[str | int, ...]]) -> bool:
+def _inside(entry: DcpEntry, lists: Collection[tuple[str | int, ...]]) -> bool:
     """Whether a plain value is in one of these lists, which lack a tensor: torch cannot put the rest together."""
     path = entry.path
     if grouped(entry) is not None or path[-1] == "param_groups":
@@ -242,17 +243,17 @@ def _inside(entry: Entry, lists: Collection[tuple[str | int, ...]]) -> bool:
     return any(path[:i] in lists for i, key in enumerate(path) if type(key) is int)
 
 
-def _alone(value: Described | Span) -> Span | None:
-    """Where an object lies, or a tensor of one number; None for other tensors."""
-    if not isinstance(value, Described):
+def _alone(value: DcpTensor | Span) -> Span | None:
+    """The place of an object, or of a tensor of one number; None for other tensors."""
+    if not isinstance(value, DcpTensor):
         return value
     return value.chunks[0].span if value.shape == () and value.chunks else None
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def _joined(first: DcpEntry, second: DcpEntry) -> DcpEntry:
     """A tensor that two ranks describe; a chunk that both have is replicated. Objects are those of the first."""
     a, b = first.value, second.value
-    if not isinstance(a, Described) or not isinstance(b, Described):
+    if not isinstance(a, DcpTensor) or not isinstance(b, DcpTensor):
         return first
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise ConflictError(
@@ -270,15 +271,15 @@ class _Objects:
     def __init__(self, assigned: Assigned, catalog: Catalog) -> None:
         self.assigned, self.catalog = assigned, catalog
         self.groups: dict[tuple[str, str | int], dict[str, Any]] = {}
-        """By the prefix of the optimizer, and number, or the parameter in flattened saves."""
+        """Groups by prefix of the optimizer, and number (in flattened saves the parameter)."""
         self.listed: set[str] = set()
         """Prefixes of optimizers whose groups are one value."""
-        self.held: list[Held] = []
-        """What each group has for its parameters."""
+        self.held: list[GroupParameters] = []
+        """The parameters of each group."""
         self.plain: dict[str, Any] = {}
         self.left: list[str] = []
 
-    def add(self, entry: Entry, value: Any, info: DataFile) -> None:
+    def add(self, entry: DcpEntry, value: Any, info: DataFile) -> None:
         key = self.assigned.keys.get(entry.fqn)
         group = grouped(entry)
         if key is not None:
@@ -309,7 +310,7 @@ class _Objects:
         stored = StoredTensor(key.name, dtype, (), len(self.catalog.files) - 1, 0, 0, None, *key[1:])
         self.catalog.tensors[key] = whole_tensor(stored, key)
 
-    def training(self) -> base.Training | None:
+    def training(self) -> base.TrainingState | None:
         groups: list[base.ParamGroup] = []
         alike: dict[str, tuple[list[str], dict[str, Any], str]] = {}
         names, numbers = self.assigned.names, self.assigned.numbers
@@ -323,10 +324,10 @@ class _Objects:
             known = said if len(said) == len(params) else params
             named = [names.get(n, n) if isinstance(n, str) else numbers.get(n, "") for n in known]
             groups.append(base.ParamGroup(tuple([n for n in named if n]), values))
-            self.held.append(Held(prefix, dict(zip(params, named, strict=True))))
+            self.held.append(GroupParameters(prefix, dict(zip(params, named, strict=True))))
         for parameters, values, prefix in alike.values():
             groups.append(base.ParamGroup(tuple(parameters), values))
-            self.held.append(Held(prefix, {}))
+            self.held.append(GroupParameters(prefix, {}))
         if not groups and not self.plain and not self.left:
             return None
-        return base.Training(tuple(groups), None, self.plain, tuple(self.left))
+        return base.TrainingState(tuple(groups), None, self.plain, tuple(self.left))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpttool.containers.pickle import Record, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import PickledObject, printable
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import MAX_HEADS, TorchFile, TorchSlices
 from ckpttool.core.catalog import Key, StoredTensor
 from ckpttool.core.dtypes import itemsize, numpy_dtype
@@ -33,12 +33,12 @@ class ChunkFiles:
         self.files: list[DataFile] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self._slices = TorchSlices()
-        self._placed: dict[tuple[int, int], tuple[Tensor, StoredTensor]] = {}
+        self._placed: dict[tuple[int, int], tuple[TorchTensor, StoredTensor]] = {}
         """By identity of the value and length: slices with the same head have one value, and their tensor in one place.
         """
 
     def number(self, listing: Listing, name: str) -> int:
-        """Of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
+        """The number of a file that the metadata of a directory names. Raises IncompleteError where it is not there."""
         key = (str(listing.root), name)
         if key not in self._numbers:
             if name not in listing.names:
@@ -75,8 +75,8 @@ class ChunkFiles:
             like = known[1]
             at = like.offset + span[1]
             return StoredTensor(key.name, dtype, shape, span[0], at, 0, like.strides, key.component, key.state)
-        if not isinstance(held.value, Tensor):
-            kind = held.value.cls if isinstance(held.value, Record) else type(held.value).__name__
+        if not isinstance(held.value, TorchTensor):
+            kind = held.value.cls if isinstance(held.value, PickledObject) else type(held.value).__name__
             raise UnsupportedError(
                 f"a chunk of `{printable(fqn)}` is a {printable(kind)}, not a plain tensor",
                 where=f"{file.info.place} [byte {span[1]:,}]",
@@ -109,7 +109,7 @@ def plain_value(value: Any, file: OpenFile, held: TorchFile) -> Any:
         return {plain_value(k, file, held): plain_value(v, file, held) for k, v in value.items()}
     if kind in (list, tuple):
         return kind(plain_value(v, file, held) for v in value)
-    if isinstance(value, Tensor) and not value.shape:
+    if isinstance(value, TorchTensor) and not value.shape:
         stored = held.place(value, "", 0)
         import numpy as np
 

@@ -22,13 +22,13 @@ from ckpttool.core.dtypes import numpy_dtype
 from ckpttool.core.geometry import Box
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.torch.dcp_metadata import Chunk, Span
+from ckpttool.formats.torch.dcp_metadata import DcpChunk, Span
 
 _TOP = "archive"
 _ALIGNMENT = 64
 
 
-class _Slice(NamedTuple):
+class _ChunkFrame(NamedTuple):
     """The bytes of a chunk without its elements."""
 
     size: int
@@ -38,23 +38,23 @@ class _Slice(NamedTuple):
     checksums: tuple[int, ...]
 
 
-class _File:
+class _DistcpFile:
     """A file that is being laid out."""
 
     __slots__ = ("at", "owners", "size", "slices", "tensors", "which")
 
-    def __init__(self, slices: list[_Slice]) -> None:
+    def __init__(self, slices: list[_ChunkFrame]) -> None:
         self.size = 0
         self.slices = slices
-        """Of all files."""
+        """The distinct frames of all files."""
         self.which = array("I")
-        """Of each slice of the file: which one it is."""
+        """The number of each frame of the file in ``slices``."""
         self.at = array("q")
         """Where it begins."""
         self.tensors = array("I")
         """Numbers of the tensors that the file holds; ascending when it is complete."""
         self.owners = array("I")
-        """Of each of these: its slice of the file."""
+        """The frame of the file that each of these has."""
 
     def put(self, which: int) -> int:
         """Place a slice, which is padded; where it begins."""
@@ -71,7 +71,7 @@ class _File:
         self.owners.append(len(self.at) - 1)
 
     def data(self, i: int) -> int:
-        """Where the elements of a slice begin."""
+        """First byte of the elements of a chunk."""
         return self.at[i] + self.slices[self.which[i]].data
 
     def sort(self) -> None:
@@ -85,7 +85,7 @@ class _File:
 class _Literals(Sequence[tuple[int, bytes]]):
     """The literal bytes of a file."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _DistcpFile) -> None:
         self._file = file
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
@@ -108,7 +108,7 @@ class _Literals(Sequence[tuple[int, bytes]]):
 class _Checksums(Mapping[int, tuple[int, ...]]):
     """``OutFile.checksums`` of a file."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _DistcpFile) -> None:
         self._file = file
 
     def __iter__(self) -> Iterator[int]:
@@ -127,10 +127,10 @@ class _Checksums(Mapping[int, tuple[int, ...]]):
         return tuple([file.at[i] + c for c in sums])
 
 
-class _Places(Mapping[str, tuple[int, int]]):
+class _FilePlaces(Mapping[str, tuple[int, int]]):
     """Where the tensors of a file begin."""
 
-    def __init__(self, number: int, file: _File, slots: Mapping[str, int]) -> None:
+    def __init__(self, number: int, file: _DistcpFile, slots: Mapping[str, int]) -> None:
         self._number, self._file, self._slots = number, file, slots
 
     def __iter__(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ class _Places(Mapping[str, tuple[int, int]]):
         return self._number, self._file.data(self._file.owners[i])
 
 
-class Chunks(Sequence[Chunk]):
+class TensorChunks(Sequence[DcpChunk]):
     """The chunks of a tensor. ``boxes`` are (file, box) of each, also of those whose places are yet to come."""
 
     __slots__ = ("at", "boxes", "sizes")
@@ -164,22 +164,22 @@ class Chunks(Sequence[Chunk]):
         return len(self.boxes)
 
     @overload
-    def __getitem__(self, at: int) -> Chunk: ...
+    def __getitem__(self, at: int) -> DcpChunk: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+    def __getitem__(self, at: slice) -> Sequence[DcpChunk]: ...
+    def __getitem__(self, at: int | slice) -> DcpChunk | Sequence[DcpChunk]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         file, box = self.boxes[at]
-        return Chunk(box, (file, self.at[at], self.sizes[at]))
+        return DcpChunk(box, (file, self.at[at], self.sizes[at]))
 
 
 class ChunkWriter:
     """The files ``__0_0.distcp``, ``__1_0.distcp`` and so on, one for each rank, while they are laid out."""
 
     def __init__(self, count: int) -> None:
-        self._slices: list[_Slice] = []
-        self._files = [_File(self._slices) for _ in range(count)]
+        self._slices: list[_ChunkFrame] = []
+        self._files = [_DistcpFile(self._slices) for _ in range(count)]
         self._slots: dict[str, int] = {}
         """Numbers of tensors."""
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -212,9 +212,9 @@ class ChunkWriter:
     def value(self, value: Any) -> Span:
         """A plain value, in the first file. Raises UnsupportedError for one that torch.save has no place for."""
         laid = lay_out_torch(value, _TOP)
-        return self._put(_Slice(laid.size, _joined(laid), 0, ()))
+        return self._put(_ChunkFrame(laid.size, _joined(laid), 0, ()))
 
-    def _put(self, slice_: _Slice) -> Span:
+    def _put(self, slice_: _ChunkFrame) -> Span:
         """Place a slice that there is once in the first file."""
         self._slices.append(slice_)
         return 0, self._files[0].put(len(self._slices) - 1), slice_.size
@@ -230,7 +230,7 @@ class ChunkWriter:
                 ) from None
             data = laid.offsets[()]
             found = self._known[dtype, shape] = len(self._slices)
-            self._slices.append(_Slice(laid.size, _joined(laid), data, laid.checksums.get(data, ())))
+            self._slices.append(_ChunkFrame(laid.size, _joined(laid), data, laid.checksums.get(data, ())))
         return found
 
     def out_files(self, folder: str = "") -> list[base.OutFile]:
@@ -244,7 +244,7 @@ class ChunkWriter:
         """``FileLayout.places``, when the files are complete; they are the first of the layout."""
         for file in self._files:
             file.sort()
-        return [_Places(r, file, self._slots) for r, file in enumerate(self._files)]
+        return [_FilePlaces(r, file, self._slots) for r, file in enumerate(self._files)]
 
 
 def _joined(laid: TorchLayout) -> tuple[tuple[int, bytes], ...]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ckpttool.containers.pickle import Global, Machine, Record, interpret, opened, printable
-from ckpttool.containers.pickle_write import Call, Instance, Once, Pairs, Stateful, plain_pickle
+from ckpttool.containers.pickle import Global, Machine, PickledObject, interpret, opened, printable
+from ckpttool.containers.pickle_write import Instance, Once, Pairs, PickledCall, Stateful, plain_pickle
 from ckpttool.containers.torch_pickle import BY_TORCH, TORCH_DTYPE, vocabulary
 from ckpttool.core.files import Place
 from ckpttool.core.geometry import Box, whole
@@ -29,34 +29,34 @@ Span = tuple[int, int, int]
 Size = tuple[int, ...]
 
 
-class Chunk(NamedTuple):
+class DcpChunk(NamedTuple):
     """A box of a tensor, and where it lies."""
 
     box: Box
     span: Span
 
 
-class Described(NamedTuple):
+class DcpTensor(NamedTuple):
     """A tensor."""
 
     dtype: str
     """As in ckpttool.core.dtypes; torch's name of one that is not there."""
     shape: Size
-    chunks: Sequence[Chunk]
+    chunks: Sequence[DcpChunk]
 
 
-class Entry(NamedTuple):
+class DcpEntry(NamedTuple):
     """A value of the state dict that was saved."""
 
     fqn: str
     path: tuple[str | int, ...]
     """Keys that lead to it; only (fqn,) where the save does not say them."""
-    value: Described | Span
+    value: DcpTensor | Span
     """A tensor, or where the bytes of any other object are."""
 
 
-def read_metadata(path: Place, number: Callable[[str], int]) -> list[Entry]:
-    """What a save holds; ``number`` numbers the files that it names.
+def read_metadata(path: Place, number: Callable[[str], int]) -> list[DcpEntry]:
+    """The entries of a save; ``number`` numbers the files that it names.
 
     Raises CorruptError for what contradicts itself, UnsupportedError for another software's file, compressed tensors
     and what asks for code.
@@ -70,15 +70,15 @@ def read_pickle(path: Place) -> Any:
         return interpret(file, _VOCABULARY)[0]
 
 
-def entries_of(value: Any, path: Place, number: Callable[[str], int], *classes: str) -> list[Entry]:
+def entries_of(value: Any, path: Place, number: Callable[[str], int], *classes: str) -> list[DcpEntry]:
     """See ``read_metadata``; ``classes`` are those that the metadata may be. Takes ``value`` apart."""
-    return _Parser(path, number).metadata(value, classes or (CLASS,))
+    return _MetadataParser(path, number).metadata(value, classes or (CLASS,))
 
 
 _STRINGS = frozenset((str,))
 
 
-def _fill(machine: Machine, record: Record, state: Any) -> None:
+def _fill(machine: Machine, record: PickledObject, state: Any) -> None:
     """There are three records for each chunk, so the dict that the pickle remembers is not kept beside its copy."""
     if type(state) is not dict or not _STRINGS.issuperset(map(type, state)):
         record.fields["state"] = machine.plain(state)
@@ -90,10 +90,10 @@ def _fill(machine: Machine, record: Record, state: Any) -> None:
 
 _MANY = ((_CLASSES, "MetadataIndex"), (_CLASSES, "ChunkStorageMetadata"), (_FILES, "_StorageInfo"))
 _TORCH = vocabulary({})
-_VOCABULARY = _TORCH._replace(records={name: name[1] for name in _MANY}, builds={**_TORCH.builds, Record: _fill})
+_VOCABULARY = _TORCH._replace(records={name: name[1] for name in _MANY}, builds={**_TORCH.builds, PickledObject: _fill})
 
 
-class _Parser:
+class _MetadataParser:
     def __init__(self, path: Place, number: Callable[[str], int]) -> None:
         self.path, self.number = path, number
         self.boxes: dict[tuple[Size, Size], Box] = {}
@@ -103,13 +103,13 @@ class _Parser:
         raise CorruptError(what, where=str(self.path), hint=hint)
 
     def fields(self, value: Any, *classes: str) -> dict[str, Any]:
-        if type(value) is not Record or value.cls.rpartition(".")[2] not in classes:
+        if type(value) is not PickledObject or value.cls.rpartition(".")[2] not in classes:
             self.corrupt(f"a value of the metadata is not a {' or '.join(classes)}")
         return value.fields
 
-    def metadata(self, value: Any, classes: Collection[str]) -> list[Entry]:
-        if type(value) is not Record or value.cls not in classes:
-            kind = printable(value.cls) if type(value) is Record else type(value).__name__
+    def metadata(self, value: Any, classes: Collection[str]) -> list[DcpEntry]:
+        if type(value) is not PickledObject or value.cls not in classes:
+            kind = printable(value.cls) if type(value) is PickledObject else type(value).__name__
             raise UnsupportedError(
                 f"this is not the metadata of torch.distributed.checkpoint, but a {kind}", where=str(self.path)
             )
@@ -126,16 +126,16 @@ class _Parser:
         for fqn in dict.fromkeys((*order, *described)):
             what = described[fqn]
             if type(fqn) is not str:
-                self.corrupt("a tensor has a name that is no text")
+                self.corrupt("a tensor has a name that is not a string")
             if paths and fqn not in paths:  # its planner writes those of all values, or of none
                 self.corrupt(f"the metadata says no path of `{printable(fqn)}`, and those of other values")
             path = self.path_of(paths.get(fqn), fqn)
-            if type(what) is Record and what.cls == f"{_CLASSES}.BytesStorageMetadata":
+            if type(what) is PickledObject and what.cls == f"{_CLASSES}.BytesStorageMetadata":
                 if (fqn, None) not in places:
                     self.corrupt(f"nothing says where the value `{printable(fqn)}` lies")
-                entries.append(Entry(fqn, path, places[fqn, None]))
+                entries.append(DcpEntry(fqn, path, places[fqn, None]))
             else:
-                entries.append(Entry(fqn, path, self.tensor(fqn, what, places)))
+                entries.append(DcpEntry(fqn, path, self.tensor(fqn, what, places)))
         return entries
 
     def places(self, stored: dict[Any, Any]) -> dict[tuple[str, Size | None], Span]:
@@ -154,14 +154,14 @@ class _Parser:
             if type(name) is not str or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
                 self.corrupt(f"the place of `{printable(str(fqn))}` is not a file, an offset and a length")
             if type(fqn) is not str:
-                self.corrupt("a place is said for a name that is no text")
+                self.corrupt("a place is given for a name that is not a string")
             key = (fqn, None if offset is None else self.size(offset, fqn))
             span = (self.number(name), begin, length)
             if out.setdefault(key, span) != span:
                 self.corrupt(f"two places are said for one part of `{printable(str(fqn))}`")
         return out
 
-    def tensor(self, fqn: str, what: Any, places: Mapping[tuple[str, Size | None], Span]) -> Described:
+    def tensor(self, fqn: str, what: Any, places: Mapping[tuple[str, Size | None], Span]) -> DcpTensor:
         said = self.fields(what, "TensorStorageMetadata")
         shape, chunks = self.size(said.get("size"), fqn), said.get("chunks")
         properties = self.fields(said.get("properties"), "TensorProperties")
@@ -185,8 +185,8 @@ class _Parser:
             span = places.get((fqn, offsets))
             if span is None:
                 self.corrupt(f"nothing says where the chunk at {list(offsets)} of tensor `{printable(fqn)}` lies")
-            out.append(Chunk(box, span))
-        return Described(BY_TORCH.get(dtype.name, dtype.name), shape, out)
+            out.append(DcpChunk(box, span))
+        return DcpTensor(BY_TORCH.get(dtype.name, dtype.name), shape, out)
 
     def size(self, value: Any, fqn: str) -> Size:
         if type(value) is not tuple or any(type(n) is not int or n < 0 for n in value):
@@ -204,7 +204,7 @@ class _Parser:
 
 
 def write_metadata(
-    tensors: Mapping[str, Described], objects: Mapping[str, Span], paths: Mapping[str, Any] | None, files: Sequence[str]
+    tensors: Mapping[str, DcpTensor], objects: Mapping[str, Span], paths: Mapping[str, Any] | None, files: Sequence[str]
 ) -> bytes:
     """The ``.metadata`` of tensors and of other objects by their names, which torch's own loaders read.
 
@@ -239,13 +239,13 @@ def write_metadata(
     return plain_pickle(Instance(_CLASSES, "Metadata", fields))
 
 
-def _size(shape: Size) -> Call:
-    return Call("torch", "Size", (shape,))
+def _size(shape: Size) -> PickledCall:
+    return PickledCall("torch", "Size", (shape,))
 
 
 def _properties(dtype: str) -> Stateful:
-    layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
-    order = Call(_CLASSES, "_MEM_FORMAT_ENCODING", (0,))
+    layout = PickledCall("torch.serialization", "_get_layout", ("torch.strided",))
+    order = PickledCall(_CLASSES, "_MEM_FORMAT_ENCODING", (0,))
     return Stateful(_CLASSES, "TensorProperties", (Global("torch", TORCH_DTYPE[dtype]), layout, False, order, False))
 
 

@@ -1,4 +1,4 @@
-"""What the values of a state dict that was saved with torch.distributed.checkpoint are: models, optimizers, the rest.
+"""Kinds of the values of a state dict that was saved with torch.distributed.checkpoint: models, optimizers, the rest.
 
 Trainers nest them as they like, so their own words decide, the path of keys to each value:
 
@@ -24,7 +24,7 @@ from ckpttool.core.optimizer_states import STEP
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
 from ckpttool.formats.base import ParamGroup
-from ckpttool.formats.torch.dcp_metadata import Described, Entry
+from ckpttool.formats.torch.dcp_metadata import DcpEntry, DcpTensor
 from ckpttool.formats.torch.numbered import names_of, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
 
@@ -40,17 +40,17 @@ _COUNTERS = frozenset({"step", "epoch", "rng", "rng_state", "iteration", "global
 """Tensors of a trainer that lie beside those of a model without a prefix."""
 
 
-class Held(NamedTuple):
+class GroupParameters(NamedTuple):
     """The parameters of a group as a save has them."""
 
     prefix: str
-    """Of the optimizer."""
+    """Prefix of the optimizer."""
     params: Mapping[int | str, str]
     """Names, or numbers with the names of the parameters; "" where nothing says it."""
 
 
 class SaveKeys(NamedTuple):
-    """How a save nests what it holds."""
+    """The nesting of a save's values."""
 
     model: str = "model"
     """Prefix of the model's names; "" for none."""
@@ -64,15 +64,15 @@ class SaveKeys(NamedTuple):
     parameters: Mapping[str, int] = {}
     """Numbers that the optimizer has for the parameters of these names; empty where it has their names."""
     owners: Mapping[str, str] = {}
-    """Of several optimizers: the prefix of the one that has a parameter."""
+    """Parameter -> prefix of its optimizer, where there are several."""
     components: Mapping[str, str] = {}
     """Prefixes of other components, where they are not called as the components are."""
     places: Mapping[str, tuple[str | int, ...]] = {}
     """The keys that each prefix stands for."""
     named: bool = False
     """Groups have ``param_names`` too: the optimizer was made of ``model.named_parameters()``."""
-    held: Sequence[Held] = ()
-    """What each group of the save holds, in the order of ``Training.groups``."""
+    held: Sequence[GroupParameters] = ()
+    """The parameters of each group of the save, in the order of ``TrainingState.groups``."""
     listed: frozenset[str] = frozenset()
     """Prefixes of optimizers whose groups are one value, as in saves of torch 2.2."""
     order: Sequence[str] = ()
@@ -89,7 +89,7 @@ class SaveKeys(NamedTuple):
         """(keys, value) of what the groups of an optimizer hold."""
         seen: dict[str, int] = {}
         lists: dict[str, list[dict[str, Any]]] = {}
-        every: Sequence[Held | None] = self.held if len(self.held) == len(groups) else [None] * len(groups)
+        every: Sequence[GroupParameters | None] = self.held if len(self.held) == len(groups) else [None] * len(groups)
         for group, held in zip(groups, every, strict=True):
             top = held.prefix if held is not None else self._prefix(next(iter(group.parameters), ""))
             i = seen[top] = seen.get(top, -1) + 1
@@ -107,8 +107,8 @@ class SaveKeys(NamedTuple):
                 yield self._path(top, "param_groups", i, key), value
         yield from ((self._path(top, "param_groups"), values) for top, values in lists.items())
 
-    def _params(self, group: ParamGroup, held: Held | None) -> list[int | str]:
-        """What a group says of its parameters: as the save has it, where nothing was renamed."""
+    def _params(self, group: ParamGroup, held: GroupParameters | None) -> list[int | str]:
+        """The ``params`` of a group: as the save has them, where nothing was renamed."""
         kept = {*group.parameters}
         if held is not None and kept <= {*held.params.values()} and not self.named:
             return [p for p, name in held.params.items() if not name or name in kept]
@@ -137,27 +137,27 @@ class SaveKeys(NamedTuple):
 
 
 KEYS = dict.fromkeys(("torchtitan", "torchtitan-0.2"), SaveKeys("", flattened=True))
-"""How the software that has these names nests them, where that is not what ``get_state_dict`` gives."""
+"""Nesting by the software that has these names, where that is not what ``get_state_dict`` gives."""
 
 
 class Assigned(NamedTuple):
-    """What becomes of the values."""
+    """The values of a state dict, assigned to keys."""
 
     keys: dict[str, Key]
-    """By fqn: tensors, and numbers that are state of an optimizer."""
+    """Keys by fqn: tensors, and numbers that are state of an optimizer."""
     names: Mapping[str, str]
-    """What parameters are called, by their names in the save."""
+    """Names of parameters, by their names in the save."""
     notes: list[str]
     nesting: SaveKeys = SaveKeys()
     numbers: Mapping[int, str] = {}
     """The parameter of each number of an optimizer that has no names."""
     refused: str = ""
-    """Why the state of an optimizer belongs to nobody."""
+    """Reason why the state of an optimizer belongs to no parameter."""
     others: frozenset[str] = frozenset()
     """Prefixes of optimizers of other models."""
 
 
-class _State(NamedTuple):
+class _StateKey(NamedTuple):
     """State of an optimizer."""
 
     name: str
@@ -167,7 +167,7 @@ class _State(NamedTuple):
 
 
 def assign(
-    entries: Sequence[Entry],
+    entries: Sequence[DcpEntry],
     select: str,
     where: str,
     groups_of: Mapping[str, Sequence[Mapping[int, str]]],
@@ -181,7 +181,7 @@ def assign(
     Raises ConflictError for several models or optimizers, UsageError for a prefix that is not there, IncompleteError
     when there are no tensors.
     """
-    tensors = {e.fqn: e.value for e in entries if isinstance(e.value, Described)}
+    tensors = {e.fqn: e.value for e in entries if isinstance(e.value, DcpTensor)}
     if select == ALL and tensors:
         return Assigned({fqn: Key(fqn) for fqn in tensors}, {}, [])
     names_said = {str(g.which) for e in entries if (g := grouped(e)) is not None} | tensors.keys()
@@ -259,7 +259,9 @@ def assign(
     return Assigned(_once(keys, where), names, notes, nesting, whose, refused, others)
 
 
-def _of_numbers(entries: Sequence[Entry], groups_of: Mapping[str, Sequence[Mapping[int, str]]]) -> dict[str, _State]:
+def _of_numbers(
+    entries: Sequence[DcpEntry], groups_of: Mapping[str, Sequence[Mapping[int, str]]]
+) -> dict[str, _StateKey]:
     """State of parameters that have numbers for names: of an optimizer, which has groups or tensors.
 
     A loader of data may have a ``state`` of each of its workers, too.
@@ -269,12 +271,12 @@ def _of_numbers(entries: Sequence[Entry], groups_of: Mapping[str, Sequence[Mappi
     return {fqn: s for fqn, s in found.items() if s.prefix in tensors or any(groups_of.get(s.prefix, ()))}
 
 
-def _has_axes(entry: Entry) -> bool:
-    return isinstance(entry.value, Described) and bool(entry.value.shape)
+def _has_axes(entry: DcpEntry) -> bool:
+    return isinstance(entry.value, DcpTensor) and bool(entry.value.shape)
 
 
-def _nesting(chosen: str, first: _State | None, entries: Iterable[Entry]) -> SaveKeys:
-    """How the optimizer is nested: by a state of it, or by a value of its groups where it has none."""
+def _nesting(chosen: str, first: _StateKey | None, entries: Iterable[DcpEntry]) -> SaveKeys:
+    """Nesting of the optimizer: by a state of it, or by a value of its groups where it has none."""
     if first is not None:
         return SaveKeys(chosen, first.prefix, first.flattened)
     group = next((g for e in entries if (g := grouped(e)) is not None), None)
@@ -283,7 +285,7 @@ def _nesting(chosen: str, first: _State | None, entries: Iterable[Entry]) -> Sav
     return SaveKeys(chosen, group.prefix, flattened=not str(group.which).isdecimal())
 
 
-def _places(entries: Iterable[Entry], prefixes: set[str]) -> dict[str, tuple[str | int, ...]]:
+def _places(entries: Iterable[DcpEntry], prefixes: set[str]) -> dict[str, tuple[str | int, ...]]:
     """The keys that these prefixes stand for."""
     found: dict[str, tuple[str | int, ...]] = {}
     for e in entries:
@@ -294,7 +296,7 @@ def _places(entries: Iterable[Entry], prefixes: set[str]) -> dict[str, tuple[str
     return found
 
 
-def _of_model(states: Mapping[str, _State], chosen: str) -> tuple[dict[str, _State], str]:
+def _of_model(states: Mapping[str, _StateKey], chosen: str) -> tuple[dict[str, _StateKey], str]:
     """The states without those of other models' optimizers, whose parameters have the same names; or why not."""
     held: dict[str, set[str]] = {}
     for s in states.values():
@@ -310,17 +312,17 @@ def _of_model(states: Mapping[str, _State], chosen: str) -> tuple[dict[str, _Sta
     return {f: s for f, s in states.items() if s.prefix not in rivals - near}, ""
 
 
-def numbered(path: tuple[str | int, ...]) -> _State | None:
-    """What a value is of the state of a parameter that has a number for a name."""
+def numbered(path: tuple[str | int, ...]) -> _StateKey | None:
+    """The state key of a value whose parameter has a number for a name."""
     if len(path) < 3 or path[-3] != "state" or not str(path[-2]).isdecimal():
         return None
-    return _State(str(path[-2]), str(path[-1]), ".".join(map(str, path[:-3])), flattened=False)
+    return _StateKey(str(path[-2]), str(path[-1]), ".".join(map(str, path[:-3])), flattened=False)
 
 
 def _whose(
-    unnamed: Mapping[str, _State],
-    tensors: Mapping[str, Described],
-    model: Mapping[str, Described],
+    unnamed: Mapping[str, _StateKey],
+    tensors: Mapping[str, DcpTensor],
+    model: Mapping[str, DcpTensor],
     groups_of: Mapping[str, Sequence[Mapping[int, str]]],
 ) -> dict[int, str] | None:
     """The name of each number of the optimizer, None where nothing says it; numbers without state may lack theirs."""
@@ -342,8 +344,8 @@ def _whose(
     return None if found is None else {int(n): name for n, name in found.items()}
 
 
-def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State | None:
-    """What a value is of an optimizer's state, None where it is not. Parameters that are only numbered are none.
+def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _StateKey | None:
+    """The state key of a value of an optimizer; None for any other. Parameters that are only numbered are none.
 
     Keys that are not below another one count where a group or a tensor has the name: a model may have a module that is
     called ``state``.
@@ -352,30 +354,30 @@ def _state(path: tuple[str | int, ...], names_said: Collection[str]) -> _State |
         at = path.index("state")
         name, state = ".".join(map(str, path[at + 1 : -1])), str(path[-1])
         prefix = ".".join(map(str, path[:at]))
-        return _State(name, state, prefix, flattened=False) if "." not in state and not name.isdecimal() else None
+        return _StateKey(name, state, prefix, flattened=False) if "." not in state and not name.isdecimal() else None
     last = str(path[-1])
     if len(path) > 1 and last.startswith("state."):
         name, _, state = last.removeprefix("state.").rpartition(".")
-        return _State(name, state, ".".join(map(str, path[:-1])), flattened=True) if name else None
+        return _StateKey(name, state, ".".join(map(str, path[:-1])), flattened=True) if name else None
     m = _STATE.fullmatch(last) if len(path) == 1 else None
     if m is None or m["name"].isdecimal() or (m["prefix"] is None and m["name"] not in names_said):
         return None
-    return _State(m["name"], m["state"], m["prefix"] or "", flattened=True)
+    return _StateKey(m["name"], m["state"], m["prefix"] or "", flattened=True)
 
 
 class Grouped(NamedTuple):
     """A value of param_groups."""
 
     prefix: str
-    """Of the optimizer."""
+    """Prefix of the optimizer."""
     which: str | int
     """The parameter, or the number of the group."""
     value: str
     """Its name."""
 
 
-def grouped(entry: Entry) -> Grouped | None:
-    """What a value is of param_groups; None for any other."""
+def grouped(entry: DcpEntry) -> Grouped | None:
+    """The place of a value in param_groups; None for any other."""
     path = entry.path
     if len(path) > 2 and path[-3] == "param_groups":
         return Grouped(".".join(map(str, path[:-3])), path[-2], str(path[-1]))
@@ -409,7 +411,7 @@ def _split(flat: Mapping[str, str], trained: set[str]) -> dict[str, dict[str, st
 def _choose(
     groups: Mapping[str, Mapping[str, str]],
     trained: set[str],
-    tensors: Mapping[str, Described],
+    tensors: Mapping[str, DcpTensor],
     select: str,
     where: str,
 ) -> str | None:

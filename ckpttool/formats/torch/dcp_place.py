@@ -1,4 +1,4 @@
-"""Where a save of torch.distributed.checkpoint is: a directory, several that make up one, or the run above them.
+"""Find a save of torch.distributed.checkpoint: a directory, several that make up one, or the run above them.
 
 run/step-100/.metadata                            run/checkpoint-500/pytorch_model_fsdp_0/.metadata
 run/step-200/.metadata       the highest step     run/checkpoint-500/optimizer_0/.metadata     one save in two parts
@@ -18,11 +18,11 @@ from ckpttool.storage.place import open_file
 
 METADATA = ".metadata"
 _COMMON = "common.pt"
-"""Beside the chunks of Megatron's saves."""
+"""File beside the chunks of Megatron's saves."""
 _OF_MEGATRON = re.compile(r"iter_\d{7,18}")
 _POINTER = "latest_checkpointed_iteration.txt"
 _OF_RANK = re.compile(r"__\d+\.metadata")
-"""Of a save without collectives: what one rank knows."""
+"""Metadata file of one rank, in a save without collectives."""
 _CHUNKS = re.compile(r"__\d+_\d+\.distcp")
 _MARK = re.compile(r"latest\w*(\.txt)?")
 _NUMBER = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
@@ -30,7 +30,7 @@ _MOST = 1000
 """Directories that are looked at."""
 
 
-class Part(NamedTuple):
+class ChunkDirectory(NamedTuple):
     """A directory with chunks."""
 
     listing: Listing
@@ -38,17 +38,17 @@ class Part(NamedTuple):
     """Names of its files of metadata; () where the save was not finished."""
 
 
-class Save(NamedTuple):
+class DcpSave(NamedTuple):
     """All that belongs to one save."""
 
     listing: Listing
-    """Of the directory that holds it."""
-    parts: list[Part]
+    """The directory that holds it."""
+    parts: list[ChunkDirectory]
     config: dict[str, Any]
     notes: list[str]
 
 
-def find(listing: Listing) -> Save | None:
+def find(listing: Listing) -> DcpSave | None:
     """The save at a source, or the newest of the run there; None where there is none.
 
     Raises ConflictError where it is unclear which one is meant, IncompleteError for a mark that leads nowhere,
@@ -69,7 +69,7 @@ def find(listing: Listing) -> Save | None:
     part = _part(listing)
     if part is None and _POINTER in listing.names:  # Megatron's, verl's
         return None
-    found = Save(listing, [part], listing.json("config.json"), []) if part else _below(listing, 2)
+    found = DcpSave(listing, [part], listing.json("config.json"), []) if part else _below(listing, 2)
     if found is None:
         return None
     config, note = config_of(listing)
@@ -87,7 +87,7 @@ def config_of(listing: Listing) -> tuple[dict[str, Any], str]:
     return list_source(above).json("config.json"), "config.json is read from the parent directory"
 
 
-def _part(listing: Listing) -> Part | None:
+def _part(listing: Listing) -> ChunkDirectory | None:
     """The directory itself, where it has chunks and they are torch's: others use the names, too."""
     names = listing.names
     if _COMMON in names or (_OF_MEGATRON.fullmatch(listing.root.name) and (listing.root.parent / _POINTER).is_file()):
@@ -95,7 +95,7 @@ def _part(listing: Listing) -> Part | None:
     metadata = (METADATA,) if METADATA in names else tuple(n for n in names if _OF_RANK.fullmatch(n))
     if metadata and b"bytecheckpoint" in _head(listing.path(metadata[0])):
         return None
-    return Part(listing, metadata) if metadata or any(_CHUNKS.fullmatch(n) for n in names) else None
+    return ChunkDirectory(listing, metadata) if metadata or any(_CHUNKS.fullmatch(n) for n in names) else None
 
 
 def _head(path: Place) -> bytes:
@@ -106,13 +106,13 @@ def _head(path: Place) -> bytes:
         return b""
 
 
-def _below(listing: Listing, depth: int) -> Save | None:
+def _below(listing: Listing, depth: int) -> DcpSave | None:
     """The save in the directories of one that has no chunks itself."""
-    found: dict[str, Save] = {}
+    found: dict[str, DcpSave] = {}
     for name in listing.folders()[:_MOST]:
         inner = listing.inside(name)
         if part := _part(inner):
-            found[name] = Save(inner, [part], inner.json("config.json"), [])
+            found[name] = DcpSave(inner, [part], inner.json("config.json"), [])
         elif depth > 1 and (deeper := _below(inner, depth - 1)):
             found[name] = deeper
     whole = {n: s for n, s in found.items() if all(p.metadata for p in s.parts)}
@@ -125,7 +125,7 @@ def _below(listing: Listing, depth: int) -> Save | None:
     alike = len({bool(s.notes) for s in found.values()}) == 1
     if len(found) > 1 and alike and len(stems) == len(found) and all(len(s.parts) == 1 for s in found.values()):
         parts = [p for s in found.values() for p in s.parts]
-        return Save(listing, parts, next((s.config for s in found.values() if s.config), config), [])
+        return DcpSave(listing, parts, next((s.config for s in found.values() if s.config), config), [])
     chosen, why = _newest(listing, list(found))
     save = found[chosen]
     note = f"{chosen} is read{why}"

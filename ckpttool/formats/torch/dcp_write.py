@@ -15,8 +15,8 @@ from ckpttool.core.geometry import Box, whole
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.torch.dcp_layout import Chunks, ChunkWriter
-from ckpttool.formats.torch.dcp_metadata import Chunk, Described, Span, write_metadata
+from ckpttool.formats.torch.dcp_layout import ChunkWriter, TensorChunks
+from ckpttool.formats.torch.dcp_metadata import DcpChunk, DcpTensor, Span, write_metadata
 from ckpttool.formats.torch.dcp_names import KEYS, SaveKeys
 from ckpttool.formats.torch.dcp_place import METADATA
 
@@ -33,7 +33,7 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
     known = {t.name for t in request.ranks[0] if t.component == "optimizer"}
     for group in request.training.groups if request.training is not None else ():
         known.update(group.parameters)
-    save = _Save(world, keys.for_parameters(known))
+    save = _DcpLayout(world, keys.for_parameters(known))
     for t in request.ranks[0]:
         save.add(t)
     notes = save.objects(request.training)
@@ -50,30 +50,30 @@ def write_save(request: base.WriteRequest) -> base.FileLayout:
     )  # fmt: skip
 
 
-class _Cut(NamedTuple):
-    """How tensors of one shape lie in the files."""
+class _RowSplit(NamedTuple):
+    """The boxes of tensors of one shape in the files."""
 
     boxes: tuple[tuple[int, Box], ...]
     """(file, box of the tensor that it holds)."""
     held: tuple[Boxes, ...]
-    """What each of these is of the logical tensor."""
+    """The boxes of the logical tensor that each of these holds."""
 
 
-class _Save:
-    """What has been laid out so far, by file."""
+class _DcpLayout:
+    """The files of a save while they are laid out."""
 
     def __init__(self, world: int, keys: SaveKeys) -> None:
         self.world, self.keys = world, keys
         self.files = ChunkWriter(world)
         first = RankTensors()
         self.ranks = [first, *(RankTensors(share_index_with=first) for _ in range(world - 1))]
-        self.described: dict[str, Described] = {}
+        self.described: dict[str, DcpTensor] = {}
         self.spans: dict[str, Span] = {}
         self.paths: dict[str, Path] = {}
-        self._cuts: dict[tuple[tuple[int, ...], Boxes], _Cut] = {}
+        self._cuts: dict[tuple[tuple[int, ...], Boxes], _RowSplit] = {}
 
     def fqn_of(self, t: RankTensor) -> str:
-        """What a tensor is called in the save."""
+        """A tensor's name in the save."""
         return ".".join(map(str, self.keys.tensor(t.component, t.name, t.state)))
 
     def add(self, t: RankTensor) -> None:
@@ -83,13 +83,13 @@ class _Save:
         cut = self._cuts.get((t.shape, t.boxes))
         if cut is None:
             found = tuple(_cut(t.shape, t.boxes, self.world))
-            cut = _Cut(tuple([(file, box) for file, box, _ in found]), tuple([held for *_, held in found]))
+            cut = _RowSplit(tuple([(file, box) for file, box, _ in found]), tuple([held for *_, held in found]))
             self._cuts[t.shape, t.boxes] = cut
-        chunks = Chunks(cut.boxes)
+        chunks = TensorChunks(cut.boxes)
         for (file, box), held in zip(cut.boxes, cut.held, strict=True):
             chunks.put(*self.files.chunk(file, t, box.shape, fqn))
             self.ranks[file].append(t._replace(shape=box.shape, boxes=held))
-        self.described[fqn] = Described(t.dtype, t.shape, chunks)
+        self.described[fqn] = DcpTensor(t.dtype, t.shape, chunks)
         self.paths[fqn] = self.keys.tensor(t.component, t.name, t.state)
 
     def sort(self) -> None:
@@ -99,7 +99,7 @@ class _Save:
         self.described = {n: self.described[n] for n in first} | self.described
         self.paths = {n: self.paths[n] for n in first} | self.paths
 
-    def objects(self, training: base.Training | None) -> list[str]:
+    def objects(self, training: base.TrainingState | None) -> list[str]:
         """Add what a trainer resumes from beside tensors, to the first file; notes about what has no place."""
         left = []
         for path, value in self._objects(training) if training is not None else ():
@@ -110,7 +110,7 @@ class _Save:
                 elif fqn in self.keys.numbers and type(value) in (bool, int, float):
                     dtype = self.keys.numbers[fqn]
                     span = self.files.number(dtype, value, fqn)
-                    self.described[fqn] = Described(dtype, (), [Chunk(whole(()), span)])
+                    self.described[fqn] = DcpTensor(dtype, (), [DcpChunk(whole(()), span)])
                     self.paths[fqn] = path
                 else:
                     self.spans[fqn] = self.files.value(value)
@@ -119,7 +119,7 @@ class _Save:
                 left.append(fqn)
         return [f"left out, because torch.save has no place for it: {some(left)}"] if left else []
 
-    def _objects(self, training: base.Training) -> Iterator[tuple[Path, Any]]:
+    def _objects(self, training: base.TrainingState) -> Iterator[tuple[Path, Any]]:
         yield from self.keys.groups(training.groups)
         yield from ((self.keys.paths.get(name, (name,)), value) for name, value in training.plain.items())
 

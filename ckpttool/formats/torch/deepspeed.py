@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpttool.containers.pickle import Record, printable
+from ckpttool.containers.pickle import PickledObject, printable
 from ckpttool.containers.plain import Numbers
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile
@@ -41,7 +41,7 @@ from ckpttool.formats.torch import zero_experts, zero_files
 from ckpttool.formats.torch.optimizer import refuse
 from ckpttool.formats.torch.zero_files import MODEL_STATES, ModelStates
 from ckpttool.formats.torch.zero_none import KEY, add_optimizer
-from ckpttool.formats.torch.zero_partitions import Held, Partitions, Rank, partitions_of, stage_of
+from ckpttool.formats.torch.zero_partitions import FlatTensor, OptimizerFile, Partitions, partitions_of, stage_of
 from ckpttool.storage.listing import Listing
 from ckpttool.storage.place import read_each
 
@@ -76,7 +76,7 @@ class DeepSpeed:
         """Raises IncompleteError (files, or elements of a parameter, are missing), ConflictError (files do not fit
         together), CorruptError (a file is not what its name says), UnsupportedError (other kinds of parallelism).
         """
-        stored, reader = zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)
+        stored, reader = zero_files.read_save(self.name, listing, options, POINTER, is_save, _DeepspeedReader)
         stored.sharding, stored.native = max(1, len(reader.ranks)), reader.scaler
         if reader.shared is not None:
             refuse(stored, "of a model with experts", reader.shared)
@@ -93,7 +93,7 @@ def is_save(listing: Listing) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _DeepspeedReader:
     """One save while it is read."""
 
     save: Listing
@@ -102,15 +102,15 @@ class _Reader:
     shards: list[Sequence[FlatShard]] = field(default_factory=list)
     dtypes: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[OptimizerFile] = field(default_factory=list)
     plain: tuple[TorchFile, Any, frozenset[str]] | None = None
     """Without ZeRO: the file with the optimizer, the optimizer, and the names of buffers."""
     shared: UnsupportedError | None = None
-    """Why the optimizer of a model with experts is not read."""
-    scaler: Record | None = None
-    """Of the loss, in training with float16."""
+    """Reason why the optimizer of a model with experts is not read."""
+    scaler: PickledObject | None = None
+    """The loss scaler, in training with float16."""
 
-    def read(self) -> base.Training:
+    def read(self) -> base.TrainingState:
         """Fill in everything; what is returned is what training goes on from."""
         zero_files.refuse_others(self.save)
         experts = zero_experts.expert_files(self.save)
@@ -186,7 +186,7 @@ class _Reader:
                 where=str(torch.info.place),
                 hint="convert it with DeepSpeed's ds_to_universal",
             )
-        self.ranks.append(Rank(self._file(torch), torch, state))
+        self.ranks.append(OptimizerFile(self._file(torch), torch, state))
 
     def _file(self, torch: TorchFile) -> int:
         self.files.append(torch.info)
@@ -251,7 +251,7 @@ class _Reader:
             rounded = ", ".join(sorted(set(self.dtypes.values())))
             self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
 
-    def _whole(self, found: Iterable[Held]) -> dict[str, StoredTensor]:
+    def _whole(self, found: Iterable[FlatTensor]) -> dict[str, StoredTensor]:
         """Tensors by their parameters. Raises IncompleteError."""
         out = {}
         for name, shape, pieces in found:
@@ -268,23 +268,23 @@ class _Reader:
         return out
 
     def _optimizer(self, partitions: Partitions) -> list[str]:
-        """What the optimizer keeps of each parameter; returns the names of what cannot be told apart by parameters."""
+        """Add the optimizer's state of each parameter; returns the names of what cannot be told apart by parameters."""
         states, left = partitions.states()
         for state in states:
             for tensor in self._whole(partitions.state(state)).values():
                 self.tensors.append(tensor._replace(component="optimizer", state=state))
         numbers = Numbers(self.files)
         for name, state, value, rank in partitions.numbers():
-            if isinstance(value, Tensor):
+            if isinstance(value, TorchTensor):
                 stored = rank.torch.place(value, name, rank.file)
             else:
                 stored = numbers.place(value, rank.torch.info)
             self.tensors.append(stored._replace(name=name, shape=(), strides=None, component="optimizer", state=state))
         return left
 
-    def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> base.Training:
+    def _train(self, states: ModelStates, partitions: Partitions | None, left: Sequence[str]) -> base.TrainingState:
         scaler = self.ranks[0].state.get("loss_scaler") if self.ranks else None
-        self.scaler = scaler if isinstance(scaler, Record) else None
+        self.scaler = scaler if isinstance(scaler, PickledObject) else None
         dynamic = self.scaler is not None and self.scaler.fields.get("dynamic")
         more = {"loss_scaler": dict(self.scaler.fields)} if self.scaler is not None and dynamic else {}
         training = zero_files.training_of(states, partitions.groups() if partitions else (), more)

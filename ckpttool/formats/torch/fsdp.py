@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from ckpttool.containers.pickle import printable
-from ckpttool.containers.torch_pickle import Storage, Tensor
+from ckpttool.containers.torch_pickle import Storage, TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor
 from ckpttool.core.encodings import Encoding, Given
@@ -32,7 +32,7 @@ from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteEr
 from ckpttool.formats import base
 from ckpttool.formats.torch.numbered import Number, names_of, unknown
 from ckpttool.formats.torch.optimizer import COMPONENT, is_plain
-from ckpttool.formats.torch.placement import Part, parts_of
+from ckpttool.formats.torch.placement import LocalPart, parts_of
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.formats.torch.steps import newest, steps_of
 from ckpttool.storage.listing import Listing, list_source
@@ -43,7 +43,7 @@ _LOCAL = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d{1,9}\.bin\Z")
 """accelerate's names for local state dicts."""
 _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?\Z")
 _COMPONENTS = {"optim": "optimizer", "optimizer": "optimizer", "ema": "ema", "extra_state": "extra"}
-"""What is in the files of a stem; the model in all others."""
+"""Components of files by their stem; all other files hold the model."""
 _ROLES = ("actor", "critic")
 """Directories of a step of verl, each with a model."""
 _OWN = ("fsdp_config.json",)
@@ -77,7 +77,7 @@ class Fsdp:
         listing, notes = _resolved(listing)
         base.check_mesh(self.name, dict.fromkeys(("tp", "pp", "ep", "etp"), 1), options, listing.root)
         named = _rank_files(listing)
-        ranks = _Ranks(listing)
+        ranks = _FsdpRanks(listing)
         for component in ("model", "ema", COMPONENT):
             paths = [listing.path(name) for name in named.get(component, ())]
             for rank, file in enumerate(read_each(read_torch, paths)):
@@ -205,8 +205,8 @@ def _refuse_local(where: str) -> NoReturn:
 
 
 @dataclass(slots=True)
-class _Group:
-    """What all ranks hold of a tensor."""
+class _FsdpTensor:
+    """A tensor and the pieces of it that all ranks hold."""
 
     shape: tuple[int, ...]
     stored: StoredTensor
@@ -214,20 +214,20 @@ class _Group:
     pieces: list[Piece] = field(default_factory=list)
 
 
-class _Ranks:
+class _FsdpRanks:
     """The files of all ranks, read one after the other."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
         self.files: list[DataFile] = []
         self.tensors: list[StoredTensor] = []
-        self.training: base.Training | None = None
-        self._groups: dict[Key, _Group] = {}
-        self._order: dict[str, Part] = {}
-        """Of the first rank, in the order of the model."""
+        self.training: base.TrainingState | None = None
+        self._groups: dict[Key, _FsdpTensor] = {}
+        self._order: dict[str, LocalPart] = {}
+        """The first rank's parts, in the order of the model."""
         self._numbers: list[list[Number]] = []
         self._names: dict[Number, str] | None = None
-        """Of the optimizer's parameters; None: not known yet, or not at all."""
+        """Names of the optimizer's parameters; None: unknown."""
         self._called: dict[str, str] = {}
         """The model's own name of each tensor of the first rank."""
         self._prefixes = ""
@@ -263,14 +263,14 @@ class _Ranks:
             for part in parts:
                 self._place(Key(called, component), part, file, number, rank)
 
-    def _place(self, key: Key, part: Part, file: TorchFile, number: int, rank: int) -> None:
+    def _place(self, key: Key, part: LocalPart, file: TorchFile, number: int, rank: int) -> None:
         stored = file.place(part.tensor, key.name, number)._replace(rank=rank, component=key.component, state=key.state)
         self._put(key, part, stored)
 
-    def _put(self, key: Key, part: Part, stored: StoredTensor) -> None:
+    def _put(self, key: Key, part: LocalPart, stored: StoredTensor) -> None:
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(part.shape, stored)
+            group = self._groups[key] = _FsdpTensor(part.shape, stored)
         if group.shape != part.shape:
             raise ConflictError(
                 f"ranks disagree: `{key}` is {list(group.shape)} in one file and {list(part.shape)} in another",
@@ -350,14 +350,14 @@ class _Ranks:
         return found
 
     def _refuse(self, why: str, where: str, hint: str) -> None:
-        hint = f"{hint}; or leave the optimizer out with --only model"
+        hint = f"{hint}; or omit the optimizer with --only model"
         self.refused[COMPONENT] = UnsupportedError(
             f"nothing says whose state the optimizer has: {why}", where=where, hint=hint
         )
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What an optimizer of the model may have: tied parameters once; plain tensors, such as buffers, where no
-        parameter is cut.
+        """Parameters that an optimizer of the model may have: tied parameters once; plain tensors, such as buffers,
+        where no parameter is cut.
         """
         cut = any(part.cut for part in self._order.values())
         known: dict[tuple[str, int, tuple[int, ...]], str] = {}
@@ -378,7 +378,7 @@ class _Ranks:
             plain = {k: v for k, v in values.items() if is_plain(v)}
             kept.append(base.ParamGroup(tuple([names[n] for n in numbers if n in names]), plain))
         self._unknown = unknown([n for numbers in self._numbers for n in numbers], names)
-        self.training = base.Training(tuple(kept), left=tuple(left))
+        self.training = base.TrainingState(tuple(kept), left=tuple(left))
 
     def catalog(self) -> Catalog:
         """Raises IncompleteError for a hole, ConflictError for boxes that overlap."""
@@ -399,7 +399,7 @@ class _Ranks:
         return notes + [f"the optimizer is not read: {why.what}" for why in self.refused.values()]
 
 
-_NUMBER = Part(Tensor("F32", Storage("F32", "", 1), 0, (), ()), (), ((whole(()), whole(())),), cut=False)
+_NUMBER = LocalPart(TorchTensor("F32", Storage("F32", "", 1), 0, (), ()), (), ((whole(()), whole(())),), cut=False)
 
 
 class _Plain:
@@ -422,7 +422,7 @@ class _Plain:
 
 
 def _shape(state: Mapping[Any, Any], where: str) -> tuple[int, ...] | None:
-    """Of the parameter that has this state; None where there is only a number."""
+    """Shape of the parameter that has this state; None where there is only a number."""
     for what, value in state.items():
         parts = parts_of(value, str(what), where)
         if parts and what != STEP:
@@ -430,12 +430,15 @@ def _shape(state: Mapping[Any, Any], where: str) -> tuple[int, ...] | None:
     return None
 
 
-def _with_extra(training: base.Training | None, listing: Listing, names: Sequence[str]) -> base.Training | None:
-    """What else the first rank saved: the state of the learning rate, and random numbers, which are left."""
+def _with_extra(
+    training: base.TrainingState | None, listing: Listing, names: Sequence[str]
+) -> base.TrainingState | None:
+    """Add the other values that the first rank saved: the state of the learning rate, and random numbers, which are
+    left."""
     for name in names:
         value = read_torch(listing.path(name)).value
         if isinstance(value, dict):
-            said = training or base.Training()
+            said = training or base.TrainingState()
             plain = {str(k): v for k, v in value.items() if v and is_plain(v)}
             left = [printable(str(k), 60) for k, v in value.items() if not is_plain(v)]
             training = replace(said, plain={**said.plain, **plain}, left=(*said.left, *left))

@@ -36,7 +36,7 @@ _BY_COLUMNS = "llama2"
 _EMBEDDING, _HEAD = "tok_embeddings.weight", "output.weight"
 _PROJECTIONS = _QUERY, _KEY, _FUSED = (".attention.wq.weight", ".attention.wk.weight", ".attention.wqkv.weight")
 _OF_FILES = ("checklist.chk", "consolidated.safetensors.index.json", _PARAMS)
-"""What lies beside the weights and is about these files: checksums, an index, and what becomes config.json."""
+"""Files beside the weights that describe these files: checksums, an index, and what becomes config.json."""
 
 
 class Meta:

@@ -24,7 +24,7 @@ _MARKS = ("moe_args", "nope_layer_interval", "use_qk_norm", "attention_chunk_siz
 _ORIGINAL = 8192
 _SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "original_max_position_embeddings": _ORIGINAL}
 _FACTOR, _HIGH = 16.0, 1.0
-"""What Meta's software takes for scaled rotary embeddings when params.json does not say."""
+"""Defaults of Meta's software for scaled rotary embeddings, where params.json has none."""
 _POSITIONS = 262_144
 _FIELDS = {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "multiple_of", "ffn_dim_multiplier"),
@@ -65,7 +65,7 @@ def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rows_of(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Of whole tensors: the rows of ``experts`` and of ``feed_forward`` (layers without experts); 0 where there are
+    """Rows in whole tensors: those of ``experts`` and of ``feed_forward`` (layers without experts); 0 where there are
     none, ``qkv`` of one rank, and ``layers`` with experts.
     """
     found: dict[str, Any] = {"experts": 0, "feed_forward": 0, "qkv": 0, "layers": set()}

@@ -23,7 +23,7 @@ _OF_A_RUN = {
     *("max_seq_len", "max_batch_size", _POSITIONS, "model_parallel_size", "causal", "use_biases"),
     *("tied_embeddings", "quantization_args", "lora_args", "vision_args"),
 }
-"""Those that say nothing about the tensors of a text model while they are null, false or only a limit."""
+"""Fields without a meaning for the tensors of a text model while they are null, false or only a limit."""
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ORIGINAL = 8192

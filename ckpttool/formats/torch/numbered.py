@@ -1,4 +1,4 @@
-"""Which parameter each number of an optimizer stands for, where the model is known in its own order.
+"""Parameters by their numbers in an optimizer, where the model is known in its own order.
 
 An optimizer counts its parameters through its groups. Each group has them in the order of the model, but which of them
 it has (those that decay, those that are trained) nobody says. So each number has a first parameter that it may be, and
@@ -15,10 +15,10 @@ from ckpttool.core.words import count
 Shape = tuple[int, ...]
 Number = int | str
 Groups = Sequence[Sequence[tuple[Number, Shape | None]]]
-"""Of each group the numbers, with the shape that the state has; None where there is none, or it does not tell."""
+"""The numbers of each group, with the shape of the state; None where there is none, or it does not tell."""
 
 
-class Doubt(NamedTuple):
+class AmbiguousNumber(NamedTuple):
     """A number that may be either of two parameters, as far as can be known, or none of them."""
 
     number: Number
@@ -32,7 +32,9 @@ class Doubt(NamedTuple):
         return not self.first
 
 
-def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]) -> dict[Number, str] | Doubt:
+def deal(
+    groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]
+) -> dict[Number, str] | AmbiguousNumber:
     """The only way to give each group parameters in their order that have its shapes, and none to two numbers.
 
     ``model`` are names and shapes in the model's order. Numbers that are not ``held`` have no state, and need not be
@@ -47,13 +49,13 @@ def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Nu
             free = [c for c in model if c[0] not in gone]
             first = _fill(group, free)
             last = _fill(group[::-1], free[::-1])
-            if isinstance(first, Doubt) or isinstance(last, Doubt):
-                return first if isinstance(first, Doubt) else Doubt(*group[0], "", "")
+            if isinstance(first, AmbiguousNumber) or isinstance(last, AmbiguousNumber):
+                return first if isinstance(first, AmbiguousNumber) else AmbiguousNumber(*group[0], "", "")
             for (n, shape), a, b in zip(group, first, last[::-1], strict=True):
                 if a == b:
                     sure[n] = a
                 elif n in held:
-                    doubt = doubt or Doubt(n, shape, a, b)
+                    doubt = doubt or AmbiguousNumber(n, shape, a, b)
         if len(sure) == before:
             return doubt or sure
 
@@ -61,7 +63,7 @@ def deal(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Nu
 def names_of(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]) -> dict[Number, str] | None:
     """``deal``; None for a doubt."""
     found = deal(groups, model, held)
-    return None if isinstance(found, Doubt) or not found.keys() >= {*held} else found
+    return None if isinstance(found, AmbiguousNumber) or not found.keys() >= {*held} else found
 
 
 def unknown(numbers: Iterable[Number], names: Collection[Number], *, kept: str = "they are in no group") -> list[str]:
@@ -73,13 +75,15 @@ def unknown(numbers: Iterable[Number], names: Collection[Number], *, kept: str =
     return [f"the optimizer has numbers for {which} without state, and nothing says which these are: {kept}"]
 
 
-def _fill(group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]]) -> list[str] | Doubt:
+def _fill(
+    group: Sequence[tuple[Number, Shape | None]], free: Iterable[tuple[str, Shape]]
+) -> list[str] | AmbiguousNumber:
     """For each number the first parameter that has its shape, behind that of the number before it."""
     out = []
     rest = iter(free)
     for number, shape in group:
         found = next((name for name, own in rest if shape in (None, own)), None)
         if found is None:
-            return Doubt(number, shape, "", "")
+            return AmbiguousNumber(number, shape, "", "")
         out.append(found)
     return out

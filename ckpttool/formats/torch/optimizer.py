@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Record, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import PickledObject, printable
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import itemsize
@@ -28,26 +28,26 @@ from ckpttool.core.geometry import contiguous_strides
 from ckpttool.core.optimizer_states import number_bytes
 from ckpttool.core.words import some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, UnsupportedError
-from ckpttool.formats.base import ModelForm, ParamGroup, Share, StoredCheckpoint, Training
-from ckpttool.formats.torch.numbered import Doubt, Groups, Number, Shape, deal, unknown
+from ckpttool.formats.base import ModelForm, ParamGroup, StoredCheckpoint, TensorShare, TrainingState
+from ckpttool.formats.torch.numbered import AmbiguousNumber, Groups, Number, Shape, deal, unknown
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.storage.listing import Listing
 
 COMPONENT = "optimizer"
 MASTER = "the master weight"
-"""What the state of a parameter is called that is its master weight; no optimizer has such a name."""
+"""State name of a parameter's master weight; no optimizer has such a name."""
 FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)\Z")
-"""Of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
+"""Files of transformers' Trainer, and of accelerate, which numbers the second and those after it."""
 _SCHEDULE = re.compile(r"scheduler(_\d+)?\.(pt|bin)\Z")
 _OBJECTS = re.compile(r"(rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scaler\.pt|custom_checkpoint_\d+\.pkl)\Z")
 """Files of a trainer that hold no plain data."""
 _STATE, _GROUPS = "state", "param_groups"
 _STEPS = ("global_step", "step", "iteration", "iter_num")
-"""What trainers call the number of steps that were taken."""
+"""Trainers' names for the number of steps taken."""
 _DEPTH = 4
 
 _BUFFER = re.compile(r"(.*\.)?(running_mean|running_var|num_batches_tracked|inv_freq)\Z")
-"""What a state dict has beside parameters, and is of floating point."""
+"""Floating-point buffers that a state dict has beside parameters."""
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _OTHER_KINDS = {
     **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"), "Adafactor (of rows and columns)"),
@@ -55,17 +55,17 @@ _OTHER_KINDS = {
     **dict.fromkeys(("old_dirs", "prev_flat_grad"), "L-BFGS, which has one state for all parameters"),
 }  # fmt: skip
 """States by which optimizers are known whose state is not of the shape of parameters."""
-_ALONE = "leave the optimizer out with --only model"
+_ALONE = "omit the optimizer with --only model"
 _NAMED = (
     "save it with named parameters (torch.optim.AdamW(model.named_parameters())), give the model as pytorch_model.bin"
     f" in place of safetensors, or {_ALONE}"
 )
 
 
-class _Group(NamedTuple):
+class _TorchGroup(NamedTuple):
     params: list[Number]
     names: list[str]
-    """Of these; [] where it does not say them."""
+    """Names of the parameters; [] where unknown."""
     values: dict[str, Any]
 
 
@@ -129,7 +129,7 @@ def is_trainers(name: str) -> bool:
 
 
 class Trainer(NamedTuple):
-    """What a file holds beside a model: the states of optimizers by their paths, and anything else at its top."""
+    """The content of a file beside the model: the states of optimizers by their paths, and anything else at its top."""
 
     file: TorchFile
     optimizers: list[tuple[str, Any]]
@@ -151,7 +151,7 @@ class Trainer(NamedTuple):
         return cls(file, found) if found else None
 
     def keys(self) -> set[str]:
-        """Those at the top of the file that are read."""
+        """Keys at the top of the file that are read."""
         plain = {str(k) for k, v in self._top() if is_plain(v)}
         return plain | ({path.split(".")[0] for path, _ in self.optimizers} if len(self.optimizers) == 1 else set())
 
@@ -166,7 +166,7 @@ class Trainer(NamedTuple):
         used = {path.split(".", 1)[0], model.split(".", 1)[0]}
         other = {str(k): v for k, v in self._top() if str(k) not in used}
         steps = [other[k] for k in _STEPS if type(other.get(k)) is int]
-        training = Training(
+        training = TrainingState(
             step=steps[0] if steps else None,
             plain={k: v for k, v in other.items() if is_plain(v)},
             left=tuple([printable(k) for k, v in other.items() if not is_plain(v)]),
@@ -177,7 +177,7 @@ class Trainer(NamedTuple):
         return self.file.value.items() if isinstance(self.file.value, dict) else ()
 
 
-def _trainer(listing: Listing) -> Training:
+def _trainer(listing: Listing) -> TrainingState:
     """The trainer's step and its schedule. A file that cannot be read says nothing, and is named."""
     step, plain, left = None, {}, [n for n in listing.names if _OBJECTS.match(n)]
     for name in listing.names:
@@ -195,7 +195,7 @@ def _trainer(listing: Listing) -> Training:
         step = said if type(said) is int and said >= 0 else None
     except CkptError:
         left.append("trainer_state.json")
-    return Training(step=step, plain=plain, left=tuple(left))
+    return TrainingState(step=step, plain=plain, left=tuple(left))
 
 
 def left_note(left: Sequence[str]) -> list[str]:
@@ -214,15 +214,15 @@ def refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What a file holds of an optimizer, not given to parameters yet."""
+    """An optimizer in a file, not yet assigned to parameters."""
 
     file: TorchFile
     value: Any
     """``state`` and ``param_groups``."""
     what: str
-    """Where it lies, for messages: a file's name, or the path in it."""
-    training: Training = field(default_factory=Training)
-    """What its trainer says, without groups."""
+    """Its place, for messages: a file's name, or the path in it."""
+    training: TrainingState = field(default_factory=TrainingState)
+    """Its trainer's values, without groups."""
     trusted: bool = False
     """The same program saved model and optimizer, so that the model is in its own order."""
     buffers: Collection[str] = ()
@@ -247,7 +247,7 @@ class OptimizerState:
     def _fit(
         self,
         stored: StoredCheckpoint,
-        groups: Sequence[_Group],
+        groups: Sequence[_TorchGroup],
         states: Mapping[Number, Mapping[str, Any]],
         forms: Sequence[ModelForm],
     ) -> None:
@@ -275,7 +275,7 @@ class OptimizerState:
 
     def _names(
         self,
-        groups: Sequence[_Group],
+        groups: Sequence[_TorchGroup],
         states: Mapping[Number, Mapping[str, Any]],
         model: Sequence[StoredTensor],
         form: ModelForm | None,
@@ -300,13 +300,13 @@ class OptimizerState:
         orders = [saved] if in_files else []
         orders += [[n for n in form.order if n in candidates]] if form.order else []
         answers = [deal(numbers, [(n, candidates[n]) for n in order], {*states}) for order in orders]
-        if unfit := next((a for a in answers if isinstance(a, Doubt) and a.unfit), None):
+        if unfit := next((a for a in answers if isinstance(a, AmbiguousNumber) and a.unfit), None):
             raise _misfit(unfit.number, unfit.shape, self._where)
         sure = [a for a in answers if isinstance(a, dict)]
         if not states and (not sure or any(a != sure[0] for a in sure)):
             return {}
         if not sure or any(a != sure[0] for a in sure):
-            found = next((a for a in answers if isinstance(a, Doubt)), found)
+            found = next((a for a in answers if isinstance(a, AmbiguousNumber)), found)
             raise UnsupportedError(
                 f"nothing says whose the state of number {found.number} is: it fits `{printable(found.first)}` and"
                 f" `{printable(found.last)}`",
@@ -318,10 +318,10 @@ class OptimizerState:
     def _add(
         self,
         stored: StoredCheckpoint,
-        groups: Sequence[_Group],
+        groups: Sequence[_TorchGroup],
         states: Mapping[Number, Mapping[str, Any]],
         names: Mapping[Number, str],
-        shares: Mapping[str, Sequence[Share]],
+        shares: Mapping[str, Sequence[TensorShare]],
     ) -> None:
         """``shares`` are the tensors of the files in each parameter; {} where each parameter is one of them."""
         tensors, files = self._tensors(states, names, stored.files)
@@ -338,7 +338,7 @@ class OptimizerState:
             held = [names[n] for n in g.params if n in names]
             own = [s.name for name in held for s in shares.get(name, ())] if shares else held
             kept.append(ParamGroup(tuple(own), values))
-        stored.training = Training(tuple(kept), self.training.step, self.training.plain, tuple(left))
+        stored.training = TrainingState(tuple(kept), self.training.step, self.training.plain, tuple(left))
         stored.notes += left_note(left)
 
     def _tensors(
@@ -353,7 +353,7 @@ class OptimizerState:
         for n, state in states.items():
             for key, value in state.items():
                 name = f"{names[n]}/{key}"
-                if isinstance(value, Tensor):
+                if isinstance(value, TorchTensor):
                     t = self.file.place(value, name, number)
                     if key == "step" and prod(t.shape) == 1:  # [1] in older files
                         t = t._replace(shape=(), strides=None)
@@ -368,8 +368,8 @@ class OptimizerState:
         return out, numbered
 
 
-def _parted(t: StoredTensor, shares: Mapping[str, Sequence[Share]]) -> list[StoredTensor]:
-    """What a state of a parameter in memory is of the tensors of the files."""
+def _parted(t: StoredTensor, shares: Mapping[str, Sequence[TensorShare]]) -> list[StoredTensor]:
+    """Split a state of a parameter in memory into states of the tensors of the files."""
     held = shares.get(t.name, ())
     if not held:
         return [t]
@@ -385,7 +385,7 @@ def _parted(t: StoredTensor, shares: Mapping[str, Sequence[Share]]) -> list[Stor
     return out
 
 
-def _parts(value: Any, where: str) -> tuple[list[_Group], dict[Number, dict[str, Any]]]:
+def _parts(value: Any, where: str) -> tuple[list[_TorchGroup], dict[Number, dict[str, Any]]]:
     """Groups, and the states of each parameter that has some. Raises ConflictError, CorruptError, UnsupportedError."""
     if not is_optimizer(value):
         raise UnsupportedError(
@@ -404,7 +404,7 @@ def _parts(value: Any, where: str) -> tuple[list[_Group], dict[Number, dict[str,
                 f"`param_names` are not one for each of {len(params)} parameters", where=where, hint=_ALONE
             )
         values = {str(k): v for k, v in g.items() if k not in ("params", "param_names")}
-        groups.append(_Group(list(params), list(names), values))
+        groups.append(_TorchGroup(list(params), list(names), values))
     known = [n for g in groups for n in g.params]
     if len(known) != len(set(known)):
         raise ConflictError("a parameter is in two groups of the optimizer", where=where, hint=_ALONE)
@@ -444,7 +444,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None:
-    """That of the parameter whose states these are; None where they are single numbers.
+    """Shape of the parameter whose states these are; None where they are single numbers.
 
     Raises UnsupportedError for states of other kinds, or of several shapes.
     """
@@ -452,11 +452,11 @@ def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None
     for key, v in state.items():
         if type(key) is not str or "/" in key or not key:
             raise UnsupportedError(f"a state is called `{printable(str(key))}`", where=where, hint=_ALONE)
-        if isinstance(v, Tensor):
+        if isinstance(v, TorchTensor):
             if key != "step":
                 shapes.setdefault(v.shape, key)
         elif type(v) not in (int, float):
-            what = v.cls if isinstance(v, Record) else type(v).__name__
+            what = v.cls if isinstance(v, PickledObject) else type(v).__name__
             raise UnsupportedError(
                 f"the state `{printable(key)}` of `{number}` is of the type {printable(what)}, not a plain tensor",
                 where=where,
@@ -475,7 +475,7 @@ def _shape(number: Number, state: Mapping[str, Any], where: str) -> Shape | None
 
 
 def _by_name(
-    groups: Sequence[_Group], shapes: Mapping[Number, Shape | None], model: Mapping[str, Shape], where: str
+    groups: Sequence[_TorchGroup], shapes: Mapping[Number, Shape | None], model: Mapping[str, Shape], where: str
 ) -> dict[Number, str]:
     said = {n: name for g in groups for n, name in zip(g.params, g.names or map(str, g.params), strict=True)}
     called = _called(said.values(), {said[n] for n in shapes}, model)
@@ -505,7 +505,7 @@ def _by_name(
 
 
 def _called(names: Iterable[str], needed: Collection[str], model: Collection[str]) -> dict[str, str]:
-    """What the model calls the parameters of an optimizer, of which it has those that are ``needed``.
+    """The model's names for the parameters of an optimizer, of which it has those that are ``needed``.
 
     The two may have been wrapped differently, and names may have one prefix on top.
     """
@@ -522,7 +522,7 @@ def _called(names: Iterable[str], needed: Collection[str], model: Collection[str
 
 
 def parameters_of(tensors: Iterable[StoredTensor], buffers: Collection[str] = ()) -> dict[str, Shape]:
-    """What may be a parameter of an optimizer: tied ones once, no known buffers, no integers."""
+    """Tensors that may be parameters of an optimizer: tied ones once, no known buffers, no integers."""
     seen = set()
     out = {}
     for t in tensors:
@@ -534,7 +534,7 @@ def parameters_of(tensors: Iterable[StoredTensor], buffers: Collection[str] = ()
     return out
 
 
-def _by_shape(numbers: Groups, candidates: Mapping[str, Shape], where: str) -> dict[Number, str] | Doubt:
+def _by_shape(numbers: Groups, candidates: Mapping[str, Shape], where: str) -> dict[Number, str] | AmbiguousNumber:
     """The only parameter of each shape. Raises ConflictError where there is none."""
     of: dict[Shape | None, list[str]] = {None: list(candidates)}
     for name, own in candidates.items():
@@ -546,7 +546,7 @@ def _by_shape(numbers: Groups, candidates: Mapping[str, Shape], where: str) -> d
         if not names:
             raise _misfit(number, shape, where)
         if len(names) > 1:
-            doubt = doubt or Doubt(number, shape, names[0], names[-1])
+            doubt = doubt or AmbiguousNumber(number, shape, names[0], names[-1])
         out[number] = names[0]
     if doubt is None and len(set(out.values())) < len(out):
         raise _misfit(next(reversed(out)), None, where)

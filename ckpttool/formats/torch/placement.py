@@ -1,4 +1,4 @@
-"""What one rank's pickle says of a distributed tensor: a local tensor, and where its boxes belong in the whole.
+"""Distributed tensors in one rank's pickle: a local tensor, and where its boxes belong in the whole.
 
     DTensor          _rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (class, dtype, size, stride, ...),
                          (None, {_local_tensor, _spec: DTensorSpec(mesh, placements, ...)}))
@@ -24,8 +24,8 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Global, Record, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import Global, PickledObject, printable
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.core.geometry import Box, whole
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 
@@ -33,42 +33,44 @@ Boxes = tuple[tuple[Box, Box], ...]
 """(box in a rank's tensor, box in the whole one)."""
 
 
-class Part(NamedTuple):
-    """What a rank holds of a tensor."""
+class LocalPart(NamedTuple):
+    """The boxes of a tensor that one rank holds."""
 
-    tensor: Tensor
+    tensor: TorchTensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     boxes: Boxes
     cut: bool
     """False: a plain tensor, of which every rank has a copy."""
 
 
-class Placement(NamedTuple):
-    """What one axis of the mesh does."""
+class AxisPlacement(NamedTuple):
+    """The placement of a tensor over one axis of the mesh."""
 
     dim: int = -1
     """Axis of the tensor that it cuts; -1: none, its ranks have copies."""
     split: int = 1
-    """Of a strided one: parts that the axis was in before."""
+    """For a strided placement: parts that the axis was in before."""
 
 
 _MOST_BOXES = 1 << 14
-"""That a rank's tensor may have: as many as there are ranks that cut an axis before."""
+"""Most boxes of a rank's tensor: as many as there are ranks that cut an axis before."""
 _REBUILD = "torch._tensor._rebuild_from_type_v2"
 _KINDS = ("DTensor", "ShardedTensor")
 
 
-def parts_of(value: Any, name: str, where: str) -> list[Part] | None:
-    """What a rank holds of the tensor ``value``; None for what is no tensor.
+def parts_of(value: Any, name: str, where: str) -> list[LocalPart] | None:
+    """The parts of the tensor ``value`` that a rank holds; None if it is not a tensor.
 
     Raises UnsupportedError for other subclasses of tensors and unfinished reductions, ConflictError when the local
     tensor has not the shape that its placements give it, CorruptError.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, TorchTensor):
         box = whole(value.shape)
-        return [Part(value, value.shape, ((box, box),), cut=False)]
-    if not isinstance(value, Record) or not value.cls.startswith(("torch._tensor._rebuild_", "torch._utils._rebuild_")):
+        return [LocalPart(value, value.shape, ((box, box),), cut=False)]
+    if not isinstance(value, PickledObject) or not value.cls.startswith(
+        ("torch._tensor._rebuild_", "torch._utils._rebuild_")
+    ):
         return None
     made = value.fields.get("args", ())
     kind = made[1] if value.cls == _REBUILD and len(made) == 4 and type(made[1]) is Global else None
@@ -91,25 +93,25 @@ def parts_of(value: Any, name: str, where: str) -> list[Part] | None:
         ) from None
 
 
-def _shards(shards: Sequence[Record], shape: tuple[int, ...]) -> list[Part]:
+def _shards(shards: Sequence[PickledObject], shape: tuple[int, ...]) -> list[LocalPart]:
     out = []
     for shard in shards:
         held = _fields(shard)
         said = _fields(held["metadata"])
         start, size = _sizes(said["shard_offsets"]), _sizes(said["shard_sizes"])
         local = held["tensor"]
-        if not isinstance(local, Tensor) or local.shape != size or len(start) != len(shape):
+        if not isinstance(local, TorchTensor) or local.shape != size or len(start) != len(shape):
             raise ValueError
         stop = tuple([a + n for a, n in zip(start, size, strict=True)])
         if any(z > n for z, n in zip(stop, shape, strict=True)):
             raise ValueError
-        out.append(Part(local, shape, ((whole(size), Box(start, stop)),) if prod(size) else (), cut=True))
+        out.append(LocalPart(local, shape, ((whole(size), Box(start, stop)),) if prod(size) else (), cut=True))
     return out
 
 
-def _local(state: Mapping[str, Any], shape: tuple[int, ...], name: str, where: str, *, old: bool) -> Part:
+def _local(state: Mapping[str, Any], shape: tuple[int, ...], name: str, where: str, *, old: bool) -> LocalPart:
     local, spec = state["_local_tensor"], _fields(state["_spec"])
-    if not isinstance(local, Tensor):
+    if not isinstance(local, TorchTensor):
         raise UnsupportedError(
             f"the local part of `{printable(name)}` is not a plain tensor",
             where=where,
@@ -119,7 +121,7 @@ def _local(state: Mapping[str, Any], shape: tuple[int, ...], name: str, where: s
     mesh = _fields(spec["mesh"])
     sizes, coordinates = _mesh_sizes(mesh), mesh["_coordinate_on_dim"]
     if coordinates is None:  # the rank has no part in this mesh
-        return Part(local, shape, (), cut=True)
+        return LocalPart(local, shape, (), cut=True)
     coordinates = _sizes(coordinates)
     if not len(sizes) == len(coordinates) == len(placements) or any(
         c >= n for c, n in zip(coordinates, sizes, strict=True)
@@ -142,7 +144,7 @@ def _local(state: Mapping[str, Any], shape: tuple[int, ...], name: str, where: s
             finding="chunk-size",
             hint="the tensor was put together by hand (DTensor.from_local); save it with torch's own shards",
         )
-    return Part(local, shape, boxes, cut=True)
+    return LocalPart(local, shape, boxes, cut=True)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -150,7 +152,7 @@ def boxes_of(
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
     coordinates: tuple[int, ...],
-    placements: tuple[Placement, ...],
+    placements: tuple[AxisPlacement, ...],
     order: tuple[tuple[int, tuple[int, ...]], ...] = (),
 ) -> tuple[tuple[int, ...], Boxes]:
     """Shape of the rank's tensor, and what its boxes are.
@@ -180,7 +182,7 @@ def boxes_of(
 
 
 def _steps(
-    dim: int, sizes: Sequence[int], placements: Sequence[Placement], order: Sequence[int] | None
+    dim: int, sizes: Sequence[int], placements: Sequence[AxisPlacement], order: Sequence[int] | None
 ) -> list[tuple[int, int]]:
     """Mesh axes that cut an axis of the tensor, first cut first, and in how many parts each finds it."""
     axes = [a for a, p in enumerate(placements) if p.dim == dim]
@@ -239,16 +241,16 @@ def _placed(runs: Runs) -> list[tuple[int, int, int]]:
     return out
 
 
-def _placement(record: Record, axes: int, name: str, where: str) -> Placement:
+def _placement(record: PickledObject, axes: int, name: str, where: str) -> AxisPlacement:
     kind = record.cls.rpartition(".")[2]
     fields = {**dict(zip(("dim", "split_factor"), record.fields.get("args", ()), strict=False)), **_fields(record)}
     if kind == "Replicate":
-        return Placement()
+        return AxisPlacement()
     if kind in ("Shard", "_StridedShard", "StridedShard"):
         dim, split = fields["dim"], fields["split_factor"] if kind != "Shard" else 1
         if type(dim) is not int or type(split) is not int or not 0 <= dim < axes or not 0 < split < 1 << 20:
             raise ValueError
-        return Placement(dim, split)
+        return AxisPlacement(dim, split)
     raise UnsupportedError(
         f"`{printable(name)}` is placed as {printable(kind)}: its ranks hold no boxes of it",
         where=where,
@@ -257,7 +259,7 @@ def _placement(record: Record, axes: int, name: str, where: str) -> Placement:
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    if isinstance(mesh.get("mesh"), Tensor):  # before torch 2.10
+    if isinstance(mesh.get("mesh"), TorchTensor):  # before torch 2.10
         shape: tuple[int, ...] = mesh["mesh"].shape
         return shape
     layout = _fields(mesh["_layout"])
@@ -271,13 +273,13 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return tuple([x for v in value for x in _flat(v)]) if isinstance(value, tuple) else (value,)
 
 
-def _fields(record: Record) -> Mapping[str, Any]:
+def _fields(record: PickledObject) -> Mapping[str, Any]:
     """Attributes of an instance, whether its class has slots or not."""
     return {**record.fields, **_state(record.fields.get("state") or {})}
 
 
 def _state(state: Any) -> Mapping[str, Any]:
-    """What ``copyreg`` makes of an object: its attributes, or a pair of these and its slots."""
+    """The state that ``copyreg`` makes of an object: its attributes, or a pair of these and its slots."""
     if isinstance(state, tuple):
         first, second = state
         return {**(first or {}), **(second or {})}
@@ -287,8 +289,8 @@ def _state(state: Any) -> Mapping[str, Any]:
 
 
 def _items(record: Any) -> tuple[Any, Any]:
-    """Of a named tuple."""
-    first, second = record.fields["args"] if isinstance(record, Record) else record
+    """The items of a named tuple."""
+    first, second = record.fields["args"] if isinstance(record, PickledObject) else record
     return first, second
 
 

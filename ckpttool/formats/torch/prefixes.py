@@ -1,4 +1,4 @@
-"""What wrappers and trainers put in front of the names of parameters, and inside them."""
+"""Prefixes and infixes that wrappers and trainers put into the names of parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def strip_prefixes(names: Iterable[str], where: str = "", *, wrapped: bool = Tru
 
 
 def _in_front(names: list[str]) -> str:
-    """What is in front of all names and not part of the model's; "" for nothing."""
+    """The common prefix of all names that is not part of the model's; "" for none."""
     common = ""
     while names and (first := names[0].removeprefix(common).partition("."))[1]:
         longer = common + first[0] + "."

@@ -1,4 +1,4 @@
-"""Which tensors of a file of torch.save are meant: state dicts lie in other dicts, beside all that a trainer keeps.
+"""Choice of the tensors of a file of torch.save: state dicts lie in other dicts, beside all that a trainer keeps.
 
 Nothing is guessed: the only candidate is taken and named in a note, of several one has to be chosen (--select).
 """
@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ckpttool.containers.pickle import Array, Record, printable
-from ckpttool.containers.torch_pickle import Storage, Tensor
+from ckpttool.containers.pickle import PickledArray, PickledObject, printable
+from ckpttool.containers.torch_pickle import Storage, TorchTensor
 from ckpttool.core.words import some
 from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError, UsageError
 
 _NODES = (dict, list, tuple)
 _KINDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_", "torch.nn.parameter.")
-"""What makes tensors of other kinds."""
+"""Functions that rebuild tensors of other kinds."""
 _ARRAY = "numpy.ndarray"
 """An array of other elements than little-endian numbers; big-endian ones may be weights all the same."""
 ALL = "."
 """The --select of everything, under names with all their dicts."""
 
 
-def select(value: Any, path: str, where: str, kept: Collection[str] = ()) -> tuple[str, dict[str, Tensor], list[str]]:
+def select(
+    value: Any, path: str, where: str, kept: Collection[str] = ()
+) -> tuple[str, dict[str, TorchTensor], list[str]]:
     """The tensors at ``path`` ("" for the only dict that has some): the path, they by name, and notes.
 
     ``kept`` are keys beside it that are read, too.
@@ -30,14 +32,14 @@ def select(value: Any, path: str, where: str, kept: Collection[str] = ()) -> tup
     none, UnsupportedError for tensors of other kinds and for arrays of numpy.
     """
     chosen, node = (path, _at(value, path, where)) if path else _only(value, where)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TorchTensor] = {}
     left = []
     for name, v in _leaves(node):
-        if isinstance(v, Tensor):
+        if isinstance(v, TorchTensor):
             if name in tensors:
                 raise ConflictError(f"two tensors are called `{printable(name)}`", where=where)
             tensors[name or "tensor"] = v
-        elif isinstance(v, Array) or _holds(v) or (isinstance(v, Record) and v.cls == _ARRAY):
+        elif isinstance(v, PickledArray) or _holds(v) or (isinstance(v, PickledObject) and v.cls == _ARRAY):
             raise _odd(name, v, where)
         else:
             left.append(printable(name, 40))
@@ -103,9 +105,9 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _holds(value: Any) -> bool:
     """Whether there are tensors of a model in it; those of optimizers are none."""
-    if isinstance(value, (Tensor, Storage)):
+    if isinstance(value, (TorchTensor, Storage)):
         return True
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return value.cls.startswith(_KINDS) or any(map(_holds, value.fields.values()))
     if isinstance(value, dict) and "param_groups" in value and "state" in value:
         return False
@@ -114,7 +116,7 @@ def _holds(value: Any) -> bool:
 
 def _weighs(key: str, value: Any) -> bool:
     """Whether what holds tensors may be a model: not only single numbers, nor the bytes of a generator."""
-    if isinstance(value, Tensor):
+    if isinstance(value, TorchTensor):
         return bool(value.shape) and not (value.dtype == "U8" and len(value.shape) == 1 and "rng" in key)
     if type(value) in _NODES:
         return any(_weighs(f"{key}.{k}" if "rng" in key else str(k), v) for k, v in _items(value))
@@ -134,7 +136,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _odd(name: str, v: Any, where: str) -> UnsupportedError:
     """The error for what is a tensor of another kind, or has tensors inside."""
-    if isinstance(v, Array) or (isinstance(v, Record) and v.cls == _ARRAY):
+    if isinstance(v, PickledArray) or (isinstance(v, PickledObject) and v.cls == _ARRAY):
         what = "a numpy array, not a tensor"
         hint = "make it a tensor, torch.from_numpy(array), and save the file again"
     elif isinstance(v, Storage):

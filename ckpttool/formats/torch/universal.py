@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import Numbers
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import FlatShard, Key, StoredTensor
 from ckpttool.core.files import DataFile, Place
@@ -62,7 +62,7 @@ class Universal:
 
     def read(self, listing: Listing, options: base.ReadOptions) -> base.StoredCheckpoint:
         """Raises IncompleteError (files are missing), ConflictError (files do not fit together), CorruptError."""
-        return zero_files.read_save(self.name, listing, options, POINTER, is_save, _Reader)[0]
+        return zero_files.read_save(self.name, listing, options, POINTER, is_save, _UniversalReader)[0]
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:
         return base.whole_mesh(said, f"{self.name}: its files hold whole tensors")
@@ -77,7 +77,7 @@ def is_save(listing: Listing) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _UniversalReader:
     """One checkpoint while it is read."""
 
     save: Listing
@@ -87,7 +87,7 @@ class _Reader:
     dtypes: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def read(self) -> base.Training:
+    def read(self) -> base.TrainingState:
         """Fill in everything; what is returned is what training goes on from."""
         names = [n for n in self.save.names if MODEL_STATES.match(n)]
         first = next((n for n in names if not n.startswith("zero_")), names[0])
@@ -149,7 +149,7 @@ class _Reader:
                 value = torch.value.get("param") if isinstance(torch.value, dict) else torch.value
                 if state == STEP:
                     steps[name] = self._step(torch, value, numbers)
-                elif isinstance(value, Tensor):
+                elif isinstance(value, TorchTensor):
                     single = state != MASTER and not value.shape  # one number, as NAdam keeps
                     shape = None if single else states.trained.get(name, states.frozen.get(name))
                     shape = None if cut and shape and _is_part(shape, value.shape) else shape
@@ -160,7 +160,7 @@ class _Reader:
                 raise IncompleteError(f"there is no {MASTER}.pt of `{printable(name)}`", where=str(root / name))
         return found, steps or None
 
-    def _whole(self, torch: TorchFile, tensor: Tensor, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
+    def _whole(self, torch: TorchFile, tensor: TorchTensor, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
         stored = torch.place(tensor, name, self._file(torch))
         if shape is None or stored.shape == shape:
             return stored
@@ -173,11 +173,11 @@ class _Reader:
         return stored._replace(shape=shape)
 
     def _step(self, torch: TorchFile, value: Any, numbers: Numbers) -> StoredTensor:
-        if isinstance(value, Tensor) and prod(value.shape) == 1:
+        if isinstance(value, TorchTensor) and prod(value.shape) == 1:
             return torch.place(value, STEP, self._file(torch))._replace(shape=(), strides=None)
         if type(value) in (int, float):
             return numbers.place(value, torch.info)
-        raise CorruptError("the step is no number", where=str(torch.info.place))
+        raise CorruptError("the step is not a number", where=str(torch.info.place))
 
     def _optimizer(self, states: ModelStates) -> tuple[StoredTensor | None, Sequence[base.ParamGroup]]:
         """The step where it is said once for all, and the groups of optimizer_state.pt."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from ckpttool.containers.pickle_write import Call, Hole
+from ckpttool.containers.pickle_write import Hole, PickledCall
 from ckpttool.containers.torch_write import lay_out_torch
 from ckpttool.core.catalog import RankTensor
 from ckpttool.core.optimizer_states import STEP
@@ -22,7 +22,7 @@ from ckpttool.formats.torch.zero_files import STRUCTURE
 POINTER = "latest_universal"
 OPTIMIZER = "optimizer_state.pt"
 MASTER = "fp32"
-"""Of a parameter's files the one of its master weights."""
+"""The file of a parameter's master weights."""
 VERSION = "0.19.8"
 """DeepSpeed's, whose files these are."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "loss_scaler")
@@ -33,7 +33,7 @@ _WIDENED = frozenset({"F32", "BF16", "F16"})
 _STAGE3 = frozenset({"exp_avg", "exp_avg_sq", STEP})
 """States that stage 3 asks for."""
 _MOST_GROUPS = 64
-_LEAVE = "leave the optimizer out: --only model,master_weights"
+_LEAVE = "omit the optimizer: --only model,master_weights"
 
 
 def write_universal(request: base.WriteRequest) -> base.FileLayout:
@@ -120,7 +120,7 @@ def _check(
     if lacking := [n for n in trained if n not in masters]:
         raise UnsupportedError(
             f"there is no master weight of `{lacking[0]}`, which DeepSpeed trains on from",
-            hint="a universal checkpoint needs the master weights of the source: leave --only out, or name"
+            hint="a universal checkpoint needs the master weights of the source: omit --only, or name"
             " master_weights too",
         )
     if not trained:
@@ -156,7 +156,7 @@ def _is_file_name(name: str) -> bool:
     return 0 < size < 256 and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 
-def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tuple[list[str], dict[str, Any]]]:
+def _groups(training: base.TrainingState | None, trained: Iterable[str]) -> list[tuple[list[str], dict[str, Any]]]:
     """Trained parameters of each group in its order, and the group's values; what is in none comes last."""
     left = dict.fromkeys(trained)
     out = []
@@ -168,7 +168,9 @@ def _groups(training: base.Training | None, trained: Iterable[str]) -> list[tupl
     return [*out, (list(left), {})] if left else out
 
 
-def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
+def _model_states(
+    training: base.TrainingState | None, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> dict[str, Any]:
     plain = dict(training.plain) if training else {}
     steps = training.step if training else None
     if steps is None:  # no trainer says it: as many as the optimizer took
@@ -177,7 +179,7 @@ def _model_states(training: base.Training | None, shapes: Sequence[Mapping[str, 
     own = {
         "buffer_names": [],
         "optimizer": None,
-        "param_shapes": [{n: Call("torch", "Size", (shape,)) for n, shape in group.items()} for group in shapes],
+        "param_shapes": [{n: PickledCall("torch", "Size", (shape,)) for n, shape in group.items()} for group in shapes],
         "frozen_param_shapes": None,
         "shared_params": {},
         "frozen_param_fragments": None,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from ckpttool.containers.pickle import printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import read_torch
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.files import DataFile
@@ -49,8 +49,10 @@ def expert_weights(
     _check_all_there(save, names, states)
     out: dict[str, StoredTensor] = {}
     for name, torch in zip(names, read_each(read_torch, [save.path(n) for n in names]), strict=True):
-        if not isinstance(torch.value, dict) or not all(isinstance(v, Tensor) for v in torch.value.values()):
-            raise CorruptError("this is not a file of an expert: it is no dict of tensors", where=str(save.path(name)))
+        if not isinstance(torch.value, dict) or not all(isinstance(v, TorchTensor) for v in torch.value.values()):
+            raise CorruptError(
+                "this is not a file of an expert: it is not a dict of tensors", where=str(save.path(name))
+            )
         files.append(torch.info)
         for key, tensor in torch.value.items():
             if str(key) in out or str(key) in states.module:
@@ -84,7 +86,8 @@ def _check_all_there(save: Listing, names: Sequence[str], states: ModelStates) -
 
 
 def shared_optimizer(save: Listing, states: ModelStates, counts: Collection[int]) -> UnsupportedError | None:
-    """Why the optimizer of a model with experts is not read; None where every rank has all experts, or there is none.
+    """Reason why the optimizer of a model with experts is not read; None where every rank has all experts, or there is
+    none.
 
     ``counts`` are the numbers of ranks that ZeRO shares its groups out to; none without ZeRO.
     """
@@ -94,5 +97,5 @@ def shared_optimizer(save: Listing, states: ModelStates, counts: Collection[int]
         why = "its state of the experts lies on several ranks (expert parallelism), and no file says whose it is"
     elif files or (not counts and states.rest.get("optimizer")):
         why = "without ZeRO it has numbers in place of the names of the experts' parameters"
-    hint = "leave it out with --only model, or train with ep_size 1 and ZeRO: the weights of all experts are read"
+    hint = "omit it with --only model, or train with ep_size 1 and ZeRO: the weights of all experts are read"
     return UnsupportedError(why, where=where, hint=hint) if why else None

@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints of every kind share: the directory of one save, and the file of model states.
+"""Shared parts of all DeepSpeed checkpoints: the directory of one save, and the file of model states.
 
     DIR/latest                                              the tag of the newest save
     DIR/TAG/mp_rank_00_model_states.pt                      model states (stage 3: zero_pp_rank_R_mp_rank_00_...)
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ckpttool.containers.pickle import printable
 from ckpttool.containers.plain import is_plain
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile, read_torch
 from ckpttool.core.catalog import SHARDED, FlatShard, Key, StoredTensor, packed_shards
 from ckpttool.core.dtypes import itemsize
@@ -116,7 +116,7 @@ def config_of(listing: Listing, save: Listing) -> tuple[dict[str, Any], tuple[st
 
 
 class SaveReader(Protocol):
-    """What reads the files of one save, and what it found."""
+    """A reader of the files of one save, and its results."""
 
     files: list[DataFile]
     tensors: list[StoredTensor]
@@ -124,7 +124,7 @@ class SaveReader(Protocol):
     dtypes: dict[Key, str]
     notes: list[str]
 
-    def read(self) -> base.Training:
+    def read(self) -> base.TrainingState:
         """Fill the others."""
 
 
@@ -192,17 +192,17 @@ class ModelStates:
     """The file of model states of a rank."""
 
     file: TorchFile
-    module: dict[str, Tensor]
+    module: dict[str, TorchTensor]
     groups: list[dict[str, tuple[int, ...]]]
-    """Of each group of the optimizer (stage 3: sub-group) the shapes of its parameters in the order of elements."""
+    """Shapes of the parameters of each optimizer group (stage 3: sub-group), in the order of elements."""
     frozen: dict[str, tuple[int, ...]]
-    fragments: dict[str, Tensor]
+    fragments: dict[str, TorchTensor]
     shared: dict[str, str]
     buffers: frozenset[str]
     rest: Mapping[str, Any]
-    """What is not about tensors of the model."""
+    """The values that are not about tensors of the model."""
     left: list[str]
-    """What ``module`` has beside tensors."""
+    """Names in ``module`` that are not tensors."""
 
     @property
     def path(self) -> str:
@@ -244,14 +244,14 @@ def read_model_states(path: Place) -> ModelStates:
         raise CorruptError("`shared_params` or `frozen_param_fragments` is not a dict", where=where)
     return ModelStates(
         file,
-        {str(k): v for k, v in module.items() if isinstance(v, Tensor)},
+        {str(k): v for k, v in module.items() if isinstance(v, TorchTensor)},
         groups,
         _shapes(value.get("frozen_param_shapes") or {}, where),
-        {str(k): v for k, v in fragments.items() if isinstance(v, Tensor)},
+        {str(k): v for k, v in fragments.items() if isinstance(v, TorchTensor)},
         {str(k): str(v) for k, v in shared.items()},
         frozenset(str(n) for n in buffers),
         {str(k): v for k, v in value.items() if k not in STRUCTURE},
-        [printable(str(k), 60) for k, v in module.items() if not isinstance(v, Tensor)],
+        [printable(str(k), 60) for k, v in module.items() if not isinstance(v, TorchTensor)],
     )
 
 
@@ -260,7 +260,7 @@ def _shapes(value: Any, where: str) -> dict[str, tuple[int, ...]]:
         raise CorruptError("the shapes of parameters are not a dict", where=where)
     for name, shape in value.items():
         if not isinstance(shape, (tuple, list)) or any(type(n) is not int or n < 0 for n in shape):
-            raise CorruptError(f"the shape of `{printable(str(name))}` is no shape", where=where)
+            raise CorruptError(f"the shape of `{printable(str(name))}` is not a shape", where=where)
     return {str(name): tuple(shape) for name, shape in value.items()}
 
 
@@ -347,7 +347,7 @@ def _derived(held: StoredTensor, name: str, dtype: str, dtypes: dict[Key, str]) 
 # -- what a trainer resumes from
 
 
-def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Mapping[str, Any]) -> base.Training:
+def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Mapping[str, Any]) -> base.TrainingState:
     """Groups, counters, learning-rate schedule and client state; ``more`` is of the optimizer, by names."""
     plain: dict[str, Any] = {}
     left: list[str] = list(states.left)
@@ -358,7 +358,7 @@ def training_of(states: ModelStates, groups: Iterable[base.ParamGroup], more: Ma
             plain[name] = value
         else:
             left.append(printable(name, 60))
-    return base.Training(tuple(groups), step_of(states), plain, tuple(left))
+    return base.TrainingState(tuple(groups), step_of(states), plain, tuple(left))
 
 
 def step_of(states: ModelStates) -> int | None:
@@ -378,8 +378,8 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_prefixes(
-    tensors: Sequence[StoredTensor], dtypes: Mapping[Key, str], training: base.Training, where: str
-) -> tuple[list[StoredTensor], dict[Key, str], base.Training, list[str]]:
+    tensors: Sequence[StoredTensor], dtypes: Mapping[Key, str], training: base.TrainingState, where: str
+) -> tuple[list[StoredTensor], dict[Key, str], base.TrainingState, list[str]]:
     """The same under the names that the model itself gives its parameters, and notes."""
     new, note = strip_prefixes(dict.fromkeys(t.name for t in tensors), where)
     if not note:
@@ -396,11 +396,11 @@ def without_prefixes(
 # -- elements
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Consecutive elements of a flat vector that one file holds."""
 
     start: int
-    """Of the vector."""
+    """First element in the vector."""
     stored: StoredTensor
     """1-D."""
 
@@ -409,8 +409,8 @@ class Run(NamedTuple):
         return self.start + self.stored.shape[0]
 
 
-def cut(runs: Sequence[Run], start: int, stop: int) -> Iterator[FlatShard]:
-    """What holds elements ``[start, stop)`` of the vector, in order."""
+def cut(runs: Sequence[ElementRun], start: int, stop: int) -> Iterator[FlatShard]:
+    """The shards that hold elements ``[start, stop)`` of the vector, in order."""
     at = bisect_right(runs, start, key=_start) - 1
     for run in runs[max(0, at) :]:
         if run.start >= stop:
@@ -422,7 +422,7 @@ def cut(runs: Sequence[Run], start: int, stop: int) -> Iterator[FlatShard]:
             yield FlatShard(lo - start, t._replace(shape=(hi - lo,), offset=offset))
 
 
-def _start(run: Run) -> int:
+def _start(run: ElementRun) -> int:
     return run.start
 
 

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile
 from ckpttool.core.geometry import contiguous_strides
 from ckpttool.errors import UnsupportedError
-from ckpttool.formats.base import StoredCheckpoint, Training
+from ckpttool.formats.base import StoredCheckpoint, TrainingState
 from ckpttool.formats.torch.optimizer import (
     MASTER,
     OptimizerState,
@@ -41,13 +41,13 @@ def add_optimizer(stored: StoredCheckpoint, file: TorchFile, value: Any, buffers
 
     What cannot be given is in ``StoredCheckpoint.refused``, with a note.
     """
-    training = stored.training or Training()
+    training = stored.training or TrainingState()
     inner: Any = value.get(_INNER) if isinstance(value, dict) else None
     found: Any = value
     if is_optimizer(inner) and isinstance(inner.get("state"), dict):
         scale = {k: v for k, v in value.items() if is_plain(v)}
         more = {"loss_scaler": scale} if scale.get("dynamic_loss_scale") else {}
-        training = Training(training.groups, training.step, {**training.plain, **more}, training.left)
+        training = TrainingState(training.groups, training.step, {**training.plain, **more}, training.left)
         if _FLAT in value:
             shapes = parameters_of([t for t in stored.tensors if t.component == "model"], buffers)
             found = _of_vector(inner, value[_FLAT], shapes)
@@ -60,12 +60,12 @@ def add_optimizer(stored: StoredCheckpoint, file: TorchFile, value: Any, buffers
             UnsupportedError(
                 "nothing says which of the parameters are in the vectors of its groups",
                 where=str(file.info.place),
-                hint="train with ZeRO, whose files say it; or leave the optimizer out with --only model",
+                hint="train with ZeRO, whose files say it; or omit the optimizer with --only model",
             ),
         )
         return
     left = tuple([n for n in training.left if n != KEY])
-    training = Training(training.groups, training.step, training.plain, left)
+    training = TrainingState(training.groups, training.step, training.plain, left)
     OptimizerState(file, found, "of a save without ZeRO", training, trusted=True, buffers=buffers).add_to(stored)
 
 
@@ -93,13 +93,13 @@ def _of_vector(inner: Mapping[str, Any], flat: Any, shapes: Mapping[str, Sequenc
     total = sum(prod(s) for s in shapes.values())
     groups = inner["param_groups"]
     one = isinstance(flat, (list, tuple)) and len(flat) == len(groups) == 1 and isinstance(groups[0], dict)
-    if not one or not isinstance(flat[0], Tensor) or flat[0].shape != (total,):
+    if not one or not isinstance(flat[0], TorchTensor) or flat[0].shape != (total,):
         return None
     own: Any = next(iter(inner["state"].values()), {})
     if not isinstance(own, dict):
         return None
     held = {**own, MASTER: flat[0]}
-    if any(isinstance(v, Tensor) and v.shape not in ((total,), (), (1,)) for v in held.values()):
+    if any(isinstance(v, TorchTensor) and v.shape not in ((total,), (), (1,)) for v in held.values()):
         return None
     states: dict[str, dict[str, Any]] = {}
     at = 0
@@ -110,6 +110,6 @@ def _of_vector(inner: Mapping[str, Any], flat: Any, shapes: Mapping[str, Sequenc
 
 
 def _part(value: Any, at: int, shape: tuple[int, ...], total: int) -> Any:
-    if not isinstance(value, Tensor) or value.shape != (total,):
+    if not isinstance(value, TorchTensor) or value.shape != (total,):
         return value
     return value._replace(offset=value.offset + at * value.strides[0], shape=shape, strides=contiguous_strides(shape))

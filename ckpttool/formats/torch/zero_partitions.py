@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank of a ZeRO optimizer holds.
+"""Elements of each parameter on each rank of a ZeRO optimizer.
 
     stages 1, 2   a group's vector: its parameters one behind the other, alignment padding behind some of them;
                   rank r holds the r-th of equal runs of it, and what is missing at the end is padding
@@ -16,25 +16,25 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.containers.pickle import Record, printable
-from ckpttool.containers.torch_pickle import Tensor
+from ckpttool.containers.pickle import PickledObject, printable
+from ckpttool.containers.torch_pickle import TorchTensor
 from ckpttool.containers.torch_zip import TorchFile
 from ckpttool.core.catalog import FlatShard, StoredTensor
 from ckpttool.core.files import Place
 from ckpttool.core.optimizer_states import STEP
 from ckpttool.errors import ConflictError, CorruptError, UnsupportedError
 from ckpttool.formats.base import ParamGroup
-from ckpttool.formats.torch.zero_files import Run, cut, list_of, values_of
+from ckpttool.formats.torch.zero_files import ElementRun, cut, list_of, values_of
 from ckpttool.storage.place import read_each
 
 _ORDER = {"exp_avg": 0, "exp_avg_sq": 1}
 _ONE_SAVE = "the files are not of one save, or this kind of save is not known"
 
-Held = tuple[str, tuple[int, ...], list[FlatShard]]
+FlatTensor = tuple[str, tuple[int, ...], list[FlatShard]]
 """A parameter, its shape, and what holds its elements."""
 
 
-class Rank(NamedTuple):
+class OptimizerFile(NamedTuple):
     """The optimizer's file of a rank, and what it says."""
 
     file: int
@@ -46,7 +46,7 @@ class Rank(NamedTuple):
         return str(self.torch.info.place)
 
 
-class _Unit(NamedTuple):
+class _FlatUnit(NamedTuple):
     """Parameters, and which of a rank's flat vectors hold them."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class _Unit(NamedTuple):
 def stage_of(state: Mapping[str, Any]) -> int | None:
     """1, 2 or 3; None where the file does not say (BF16_Optimizer)."""
     stage = state.get("zero_stage")
-    if isinstance(stage, Record):  # an enum
+    if isinstance(stage, PickledObject):  # an enum
         stage = next(iter(stage.fields.get("args", ())), None)
     if stage is None and "fp32_flat_groups" in state:
         return 3
@@ -64,7 +64,7 @@ def stage_of(state: Mapping[str, Any]) -> int | None:
 
 
 def partitions_of(
-    ranks: Sequence[Rank], groups: Sequence[Mapping[str, tuple[int, ...]]], *, stage3: bool
+    ranks: Sequence[OptimizerFile], groups: Sequence[Mapping[str, tuple[int, ...]]], *, stage3: bool
 ) -> Partitions:
     """Raises ConflictError where lengths and shapes do not fit together, UnsupportedError and CorruptError."""
     kind = Stage3 if stage3 else Stages12
@@ -75,23 +75,23 @@ def partitions_of(
 
 @dataclass
 class Partitions(ABC):
-    """What the stages have in common."""
+    """The parts that all stages have in common."""
 
-    ranks: Sequence[Rank]
+    ranks: Sequence[OptimizerFile]
     groups_: Sequence[Mapping[str, tuple[int, ...]]]
     key = ""
-    """Of the masters in the optimizer's state."""
+    """Key of the masters in the optimizer's state."""
     base = ""
-    """Of the state of the optimizer that is wrapped."""
+    """Key of the state of the wrapped optimizer."""
     flats: list[list[StoredTensor]] = field(default_factory=list)
-    """Of each rank the masters of each unit."""
-    units: list[_Unit] = field(default_factory=list)
+    """Masters of each unit, by rank."""
+    units: list[_FlatUnit] = field(default_factory=list)
 
     def measure(self) -> None:
         """Take the masters, and check that parameters fit them."""
         for rank in self.ranks:
             found = rank.state.get(self.key)
-            if not isinstance(found, (list, tuple)) or not all(isinstance(t, Tensor) for t in found):
+            if not isinstance(found, (list, tuple)) or not all(isinstance(t, TorchTensor) for t in found):
                 raise UnsupportedError(
                     f"there is no list of tensors `{self.key}` in the optimizer's state",
                     where=rank.path,
@@ -105,7 +105,7 @@ class Partitions(ABC):
                     hint=_ONE_SAVE,
                 )
 
-    def _flat(self, rank: Rank, tensor: Tensor, name: str) -> StoredTensor:
+    def _flat(self, rank: OptimizerFile, tensor: TorchTensor, name: str) -> StoredTensor:
         stored = rank.torch.place(tensor, name, rank.file)
         if len(stored.shape) != 1 or stored.strides is not None:
             raise CorruptError(f"`{name}` is {list(stored.shape)}, not a flat vector", where=rank.path)
@@ -117,16 +117,16 @@ class Partitions(ABC):
         return n, n
 
     @abstractmethod
-    def pieces(self, unit: _Unit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
-        """Where the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
+        """Find the elements of a unit's parameters lie; ``vectors`` are the unit's flat vectors of each rank."""
 
-    def masters(self) -> Iterator[Held]:
+    def masters(self) -> Iterator[FlatTensor]:
         for unit in self.units:
             yield from self.pieces(unit, [[flats[i] for i in unit.flats] for flats in self.flats])
 
     # The optimizer's own state.
 
-    def _inner(self, rank: Rank) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    def _inner(self, rank: OptimizerFile) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """(state by the numbers of flat vectors, groups) of the wrapped optimizer."""
         inner = rank.state.get(self.base)
         if isinstance(inner, list):  # elastic: a state for each group, without padding
@@ -160,11 +160,11 @@ class Partitions(ABC):
         return sorted(flat, key=lambda n: (_ORDER.get(n, 2), n)), sorted(left)
 
     def _is_flat(self, rank: int, flat: int, value: Any) -> bool:
-        if not isinstance(value, Tensor) or flat >= len(self.flats[rank]) or len(value.shape) != 1:
+        if not isinstance(value, TorchTensor) or flat >= len(self.flats[rank]) or len(value.shape) != 1:
             return False
         return value.shape[0] in self.length(rank, flat)
 
-    def state(self, name: str) -> Iterator[Held]:
+    def state(self, name: str) -> Iterator[FlatTensor]:
         """One state of all parameters that have it."""
         inner = [self._inner(rank)[0] for rank in self.ranks]
         for unit in self.units:
@@ -189,7 +189,7 @@ class Partitions(ABC):
                 )
             yield from self.pieces(unit, vectors)
 
-    def numbers(self) -> Iterator[tuple[str, str, Any, Rank]]:
+    def numbers(self) -> Iterator[tuple[str, str, Any, OptimizerFile]]:
         """(parameter, state, a number or a tensor of one, who says it): steps."""
         for unit in self.units:
             for rank in self.ranks:
@@ -222,20 +222,20 @@ class Partitions(ABC):
             said += [int(known[first])] if known else []
         return said
 
-    def _steps(self, _: Place, rank: Rank) -> list[float | None]:
-        """What a rank says of each unit."""
+    def _steps(self, _: Place, rank: OptimizerFile) -> list[float | None]:
+        """Steps of each unit on a rank."""
         state, groups = self._inner(rank)
         out: list[float | None] = []
         for unit in self.units:
             value = state.get(unit.flats[0], {}).get(STEP)
-            if isinstance(value, Tensor):
+            if isinstance(value, TorchTensor):
                 out.append(rank.torch.number(value, STEP))
             else:
                 out.append(value if type(value) in (int, float) else self._step(rank, groups, unit.flats[0]))
         return out
 
-    def _step(self, rank: Rank, groups: Sequence[dict[str, Any]], flat: int) -> int | None:
-        """Of optimizers that count steps in their groups (FusedAdam)."""
+    def _step(self, rank: OptimizerFile, groups: Sequence[dict[str, Any]], flat: int) -> int | None:
+        """The step of an optimizer that counts steps in its groups (FusedAdam)."""
         counts = [g.get(STEP) for g in groups for _ in list_of(g.get("params"))]
         found = counts[flat] if flat < len(counts) else rank.state.get("base_optimizer_state_step")
         return found if type(found) is int else None
@@ -254,7 +254,7 @@ class Partitions(ABC):
 
 
 def _is_number(name: str, value: Any) -> bool:
-    if isinstance(value, Tensor):
+    if isinstance(value, TorchTensor):
         return prod(value.shape) == 1 and (not value.shape or name == STEP)
     return name == STEP and type(value) in (int, float)
 
@@ -285,7 +285,7 @@ class Stages12(Partitions):
                 where=self.ranks[0].path,
                 hint=_ONE_SAVE,
             )
-        self.units = [_Unit(shapes, (i,)) for i, shapes in enumerate(self.groups_)]
+        self.units = [_FlatUnit(shapes, (i,)) for i, shapes in enumerate(self.groups_)]
         for unit in self.units:
             self._fits(unit)
             if not self._round_robin():
@@ -295,7 +295,7 @@ class Stages12(Partitions):
         """Whether parameters were dealt out to the ranks in turn, which ``param_slice_mappings`` knows nothing of."""
         return bool(_settings(self.ranks[0]).get("round_robin_gradients"))
 
-    def _fits(self, unit: _Unit) -> None:
+    def _fits(self, unit: _FlatUnit) -> None:
         """Raises ConflictError unless the ranks' runs are the whole vector."""
         (i,) = unit.flats
         lengths = [self.length(r, i) for r in range(len(self.ranks))]
@@ -315,7 +315,7 @@ class Stages12(Partitions):
                 hint=_ONE_SAVE,
             )
 
-    def _spans(self, unit: _Unit) -> list[tuple[int, int]]:
+    def _spans(self, unit: _FlatUnit) -> list[tuple[int, int]]:
         """First element and last + 1 of each parameter in the group's vector."""
         (i,) = unit.flats
         said = self.ranks[0].state.get("param_alignment_paddings")
@@ -328,13 +328,13 @@ class Stages12(Partitions):
             at = spans[-1][1] + padding
         return spans
 
-    def _starts(self, unit: _Unit) -> list[int]:
+    def _starts(self, unit: _FlatUnit) -> list[int]:
         starts = [0]
         for r in range(len(self.ranks)):
             starts.append(starts[-1] + self.length(r, unit.flats[0])[0])
         return starts
 
-    def _agrees(self, unit: _Unit) -> None:
+    def _agrees(self, unit: _FlatUnit) -> None:
         """Raises ConflictError where a rank's own table puts a parameter elsewhere than the shapes do."""
         (i,) = unit.flats
         spans, starts = dict(zip(unit.shapes, self._spans(unit), strict=True)), self._starts(unit)
@@ -345,7 +345,7 @@ class Stages12(Partitions):
                 continue
             for name, address in table.items():
                 span = spans.get(str(name))
-                fields = address.fields if isinstance(address, Record) else {}
+                fields = address.fields if isinstance(address, PickledObject) else {}
                 first, n = fields.get("start"), fields.get("numel")
                 lo, hi = (max(span[0], starts[r]), min(span[1], starts[r + 1])) if span else (0, 0)
                 if span is None or (n, n and first) != (max(0, hi - lo), n and lo - starts[r]):
@@ -356,16 +356,16 @@ class Stages12(Partitions):
                         hint=_ONE_SAVE,
                     )
 
-    def pieces(self, unit: _Unit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
         runs = []
         for start, found, (r, _) in zip(self._starts(unit), vectors, enumerate(self.ranks), strict=False):
             n = self.length(r, unit.flats[0])[0]
-            runs += [Run(start, t._replace(shape=(n,))) for t in found if n]
+            runs += [ElementRun(start, t._replace(shape=(n,))) for t in found if n]
         for (name, shape), (start, stop) in zip(unit.shapes.items(), self._spans(unit), strict=True):
             yield name, shape, list(cut(runs, start, stop))
 
 
-def _settings(rank: Rank) -> dict[str, Any]:
+def _settings(rank: OptimizerFile) -> dict[str, Any]:
     """``zero_optimization`` of the trainer's configuration, where the save has it."""
     value = rank.torch.value
     config = value.get("ds_config") if isinstance(value, dict) else None
@@ -402,17 +402,17 @@ class Stage3(Partitions):
                     hint="load the checkpoint without offload to NVMe, and save it again" if swapped else _ONE_SAVE,
                 )
         if all([t.shape[0] for t in flats] == parts for flats in self.flats):
-            self.units = [_Unit(shapes, (i,)) for i, shapes in enumerate(self.groups_)]
+            self.units = [_FlatUnit(shapes, (i,)) for i, shapes in enumerate(self.groups_)]
         else:  # shapes by groups, vectors by sub-groups
             everything = {name: shape for shapes in self.groups_ for name, shape in shapes.items()}
-            self.units = [_Unit(everything, tuple(range(len(self.flats[0]))))]
+            self.units = [_FlatUnit(everything, tuple(range(len(self.flats[0]))))]
 
-    def pieces(self, unit: _Unit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[Held]:
+    def pieces(self, unit: _FlatUnit, vectors: Sequence[Sequence[StoredTensor]]) -> Iterator[FlatTensor]:
         world, runs = len(self.ranks), []
         for found in vectors:
             mine, at = [], 0
             for t in found:
-                mine.append(Run(at, t))
+                mine.append(ElementRun(at, t))
                 at += t.shape[0]
             runs.append(mine)
         at = 0

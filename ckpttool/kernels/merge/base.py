@@ -1,4 +1,5 @@
-"""What a merge method is: a generator that reads the tensor as often as it must, and then says how to combine it.
+"""The interface of a merge method: a generator that reads the tensor as often as it must, and then says how to combine
+it.
 
 A method is written top to bottom, as its formula is:
 
@@ -70,7 +71,7 @@ class Draws(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class MergeTensor:
     """The tensor that a program is for."""
 
     name: str
@@ -101,8 +102,8 @@ Program = Generator[Pass, None, Combine]
 """Yields what must see every chunk, returns what writes the float32 result of a chunk into its second argument."""
 
 
-class Parts(NamedTuple):
-    """What a method that picks elements lets each model add, before it adds them up: for reports."""
+class Contributions(NamedTuple):
+    """Each model's contribution in a method that picks elements, before they are summed: for reports."""
 
     of: Callable[[Chunk], Iterator[Array]]
     """Yields, model by model, what it adds in a chunk: zero where the method drops the element. An array stays until
@@ -113,7 +114,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class MethodParameter:
     """One parameter of a method."""
 
     kind: Literal["float", "int", "bool"]
@@ -131,12 +132,12 @@ class Method:
     """A merge method and what recipes may say to it."""
 
     name: str
-    program: Callable[[Tensor], Program]
+    program: Callable[[MergeTensor], Program]
     formula: str
     """One line, for docs and --help."""
     paper: str = ""
-    per_model: Mapping[str, Parameter] = field(default_factory=dict)
-    whole: Mapping[str, Parameter] = field(default_factory=dict)
+    per_model: Mapping[str, MethodParameter] = field(default_factory=dict)
+    whole: Mapping[str, MethodParameter] = field(default_factory=dict)
     base: Literal["needed", "allowed", "refused"] = "allowed"
     """Whether a base model is subtracted or stands apart from the others."""
     models: tuple[int, int | None] = (1, None)
@@ -149,13 +150,13 @@ class Method:
     """Computing in float32 with draws that repeat mergekit's, it ranks rows as torch does, and so needs torch."""
     one_at_a_time: bool = False
     """Uses a model's array only until it asks for the next one, so that hundreds of models share one buffer."""
-    parts: Callable[[Tensor], Generator[Pass, None, Parts]] | None = None
-    """Of a method that picks elements: finds out which, in as many passes as it must."""
+    parts: Callable[[MergeTensor], Generator[Pass, None, Contributions]] | None = None
+    """In a method that picks elements: finds them, in as many passes as it needs."""
     passes: Passes = lambda _whole, _models: 0
-    """How often the program sees a large tensor before it is combined, as a rule: for the progress that is shown."""
+    """Usual number of passes over a large tensor before it is combined: for the progress that is shown."""
 
 
-def add_base(tensor: Tensor, chunk: Chunk, out: Array) -> None:
+def add_base(tensor: MergeTensor, chunk: Chunk, out: Array) -> None:
     """Add the base to a chunk of the result, if there is one."""
     if tensor.has_base:
         np.add(out, chunk.base(), out=out)

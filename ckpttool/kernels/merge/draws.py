@@ -23,7 +23,7 @@ from ckpttool.kernels.merge.base import Array
 from ckpttool.kernels.merge.cascade import CascadeSum
 
 Working = Literal["F32", "F16", "BF16"]
-"""What mergekit computes in: its ``dtype:``, or else what the dtypes of a tensor's operands have in common."""
+"""Dtype that mergekit computes in: its ``dtype:``, or else the common dtype of a tensor's operands."""
 
 
 def rounded(values: float | Array, working: str) -> Any:
@@ -100,7 +100,7 @@ def _uniform(places: Array, key: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTensor:
     """A tensor of a merge and who draws for it."""
 
     name: str
@@ -111,8 +111,9 @@ class Drawn:
     working: Working = "F32"
 
 
-def mergekit_draws(seed: int, tensors: Iterable[Drawn]) -> Callable[[str], MergekitDraws]:
-    """What gives the draws of a tensor, by name, in a merge that mergekit 0.1.5 would run with ``--random-seed seed``.
+def mergekit_draws(seed: int, tensors: Iterable[DrawnTensor]) -> Callable[[str], MergekitDraws]:
+    """A function from a tensor's name to its draws in a merge that mergekit 0.1.5 would run with ``--random-seed
+    seed``.
 
     mergekit seeds torch's CPU generator once and takes the tensors one by one, for each the models in the recipe's
     order, for each as many numbers as elements. ``tensors`` are all tensors of the output in mergekit's order: that of
@@ -124,7 +125,7 @@ def mergekit_draws(seed: int, tensors: Iterable[Drawn]) -> Callable[[str], Merge
         starts = list(accumulate((t.size if draws else 0 for draws in t.models), initial=start))
         start = starts.pop()
         places[t.name] = starts, t.working
-    stream = _Stream(seed, max(start // _SAVED, 1 << 20))
+    stream = _TorchGenerator(seed, max(start // _SAVED, 1 << 20))
 
     def draws(name: str) -> MergekitDraws:
         return MergekitDraws(stream, *places[name])
@@ -136,7 +137,7 @@ _SAVED = 512
 """States of the generator kept on the way through the stream, 2.5 KB each."""
 
 
-class _Stream:
+class _TorchGenerator:
     """torch's CPU generator: MT19937 (Matsumoto and Nishimura 1998), seeded as in the authors' 2002 code.
 
     numpy's legacy seeding is that code, and torch's ``mt19937`` too. The generator only steps forwards, 2.6 ns a
@@ -175,7 +176,7 @@ class MergekitDraws:
     Chunks asked for in ascending order cost their own draws; going back to the first one is free.
     """
 
-    def __init__(self, stream: _Stream, starts: Sequence[int], working: Working = "F32") -> None:
+    def __init__(self, stream: _TorchGenerator, starts: Sequence[int], working: Working = "F32") -> None:
         self.working = working
         self._stream, self._starts = stream, starts
         self._first: dict[int, Any] = {}

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Combine, Method, Parameter, Program, Tensor
+from ckpttool.kernels.merge.base import Array, Chunk, Combine, MergeTensor, Method, MethodParameter, Program
 
 
-def total_weight(tensor: Tensor, weights: Array) -> np.float32:
+def total_weight(tensor: MergeTensor, weights: Array) -> np.float32:
     """The sum of float32 ``weights``, to divide by. Raises UsageError when it is zero."""
     total = np.cumsum(weights, dtype=np.float32)[-1]  # one by one in float32, as mergekit's sum of a few weights is
     if total == 0:
@@ -22,7 +22,7 @@ def total_weight(tensor: Tensor, weights: Array) -> np.float32:
     return np.float32(total)
 
 
-def linear(tensor: Tensor) -> Program:
+def linear(tensor: MergeTensor) -> Program:
     """Weighted mean of the models (Model Soups, arXiv:2203.05482).
 
     y = sum_i w_i x_i, divided by sum_i w_i with ``normalize``. Each product is added without being rounded, as a fused
@@ -48,7 +48,7 @@ def linear(tensor: Tensor) -> Program:
     return combine
 
 
-def passthrough(tensor: Tensor) -> Program:
+def passthrough(tensor: MergeTensor) -> Program:
     """One model's tensor times ``scale``: y = scale x, for layers that are stacked, repeated or damped."""
     yield from ()
     scale = np.float32(tensor.models[0]["scale"])
@@ -59,7 +59,7 @@ def passthrough(tensor: Tensor) -> Program:
     return combine
 
 
-def nearswap(tensor: Tensor) -> Program:
+def nearswap(tensor: MergeTensor) -> Program:
     """The base, moved towards the model where the two are near (alchemonaut/QuartetAnemoi-70B-t0.0001).
 
     y = w x + (1 - w) b with w = min(1, max(0, t / max(|b - x|, 1e-6))): up to a distance of t the model's element is
@@ -98,7 +98,7 @@ def _weighted(weights: Array, divisor: float) -> Combine:
     return combine
 
 
-def average(tensor: Tensor) -> Program:
+def average(tensor: MergeTensor) -> Program:
     """Uniform mean of the models, usually checkpoints of one run (arXiv:1803.05407): y = sum_i x_i / N.
 
     Sums are float64: hundreds of checkpoints lose nothing that float32 could show.
@@ -108,7 +108,7 @@ def average(tensor: Tensor) -> Program:
     return _weighted(np.ones(n), n)
 
 
-def ema(tensor: Tensor) -> Program:
+def ema(tensor: MergeTensor) -> Program:
     """Exponential moving average over the models in the order they are listed, the oldest first.
 
     e_0 = x_0, e_i = decay e_(i-1) + (1 - decay) x_i, y = e_(N-1). Written out, x_0 weighs decay^(N-1) and every later
@@ -132,8 +132,8 @@ METHODS = {
             linear,
             "sum w_i x_i [/ sum w_i]",
             "https://arxiv.org/abs/2203.05482",
-            per_model={"weight": Parameter("float", None, "share of the model")},
-            whole={"normalize": Parameter("bool", default=True, help="divide by the sum of the weights")},
+            per_model={"weight": MethodParameter("float", None, "share of the model")},
+            whole={"normalize": MethodParameter("bool", default=True, help="divide by the sum of the weights")},
             base="refused",
             one_at_a_time=True,
         ),
@@ -141,7 +141,7 @@ METHODS = {
             "passthrough",
             passthrough,
             "scale x",
-            per_model={"scale": Parameter("float", 1.0, "factor of the tensor")},
+            per_model={"scale": MethodParameter("float", 1.0, "factor of the tensor")},
             base="refused",
             models=(1, 1),
         ),
@@ -150,7 +150,7 @@ METHODS = {
             nearswap,
             "w x + (1 - w) b, w = clamp(t / |b - x|, 0, 1)",
             "https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001",
-            whole={"t": Parameter("float", None, "distance up to which the model's element is taken")},
+            whole={"t": MethodParameter("float", None, "distance up to which the model's element is taken")},
             base="needed",
             models=(1, 1),
         ),
@@ -166,7 +166,7 @@ METHODS = {
             "ema",
             ema,
             "e_0 = x_0, e_i = decay e_(i-1) + (1 - decay) x_i",
-            whole={"decay": Parameter("float", None, "share of the average so far, 0 to 1")},
+            whole={"decay": MethodParameter("float", None, "share of the average so far, 0 to 1")},
             base="refused",
             one_at_a_time=True,
         ),

@@ -1,9 +1,9 @@
-"""How far a merged tensor is from the models, and what the method let each of them add: sums over its elements.
+"""The distance of a merged tensor from the models, and each model's contribution: sums over its elements.
 
 y is the result as it was written, x_i the models (without the base), b the base, all as float32; d_i = x_i - b. Where
 there is no base, a method that picks elements picks those of x_i, and d_i = x_i. p_i is what the method lets model i
-add: d_i where it keeps the element, else 0, times its weight in mergekit's methods (see ``Parts``); for methods that
-keep everything it is d_i. Sums are those of ``kernels.portable``.
+add: d_i where it keeps the element, else 0, times its weight in mergekit's methods (see ``Contributions``); for methods
+that keep everything it is d_i. Sums are those of ``kernels.portable``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parts, Pass, Tensor
+from ckpttool.kernels.merge.base import Array, Chunk, Contributions, MergeTensor, Method, Pass
 from ckpttool.kernels.portable import dot
 
 _OWN = 16
@@ -21,7 +21,7 @@ _OWN = 16
 
 
 class Measured(NamedTuple):
-    """What was summed over the elements of a tensor. What does not apply to its method is empty or None."""
+    """Sums over the elements of a tensor. Those that do not apply to its method are empty or None."""
 
     elements: int
     squares: float
@@ -46,18 +46,18 @@ class Measured(NamedTuple):
     """Elements where some p_i > 0 and some p_j < 0; with a base or a method that picks elements, and two models."""
 
 
-def measured(tensor: Tensor, method: Method) -> Generator[Pass, None, Measured]:
+def measured(tensor: MergeTensor, method: Method) -> Generator[Pass, None, Measured]:
     """Measure a tensor whose result follows the models: ``chunk.model(len(tensor.models))``.
 
     Takes one pass, after those in which the method finds out what it picks.
     """
-    sums = _Sums(tensor, (yield from method.parts(tensor)) if method.parts is not None else None)
+    sums = _DistanceSums(tensor, (yield from method.parts(tensor)) if method.parts is not None else None)
     yield sums.add
     return sums.result()
 
 
-class _Sums:
-    def __init__(self, tensor: Tensor, parts: Parts | None) -> None:
+class _DistanceSums:
+    def __init__(self, tensor: MergeTensor, parts: Contributions | None) -> None:
         self._count = count = len(tensor.models)
         self._size = tensor.size
         self._has_base = tensor.has_base
@@ -104,7 +104,7 @@ class _Sums:
         gap = np.subtract(result, x, out=work)
         self._sides[:, i] += dot(gap, gap, work), dot(x, x, work), dot(result, x, work)
 
-    def _picked(self, parts: Parts, chunk: Chunk, positive: Array, negative: Array) -> None:
+    def _picked(self, parts: Contributions, chunk: Chunk, positive: Array, negative: Array) -> None:
         kept = []
         for i, part in enumerate(parts.of(chunk)):
             self._counts[1, i] += np.count_nonzero(part)

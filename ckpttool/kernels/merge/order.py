@@ -46,16 +46,16 @@ _LOWEST, _HIGHEST = np.float32(-inf), np.float32(inf)
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankQuery:
     """Asks for the cut before an element of the ascending order."""
 
     model: int
     rank: int
-    """From 0; the tensor's size asks for the cut behind the last element."""
+    """Rank from 0; the tensor's size asks for the cut behind the last element."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Threshold:
     """Divides the elements of a tensor by value, and those equal to ``value`` by position.
 
     The position is that of a chunk and a number of equal elements in it, so that it costs no pass to find.
@@ -84,7 +84,9 @@ class Cut:
         behind(values[at:], self.value, out=out[at:])
 
 
-def cuts(size: int, values: Values, ranks: Sequence[Rank], *, first: bool = False) -> Generator[Pass, None, list[Cut]]:
+def cuts(
+    size: int, values: Values, ranks: Sequence[RankQuery], *, first: bool = False
+) -> Generator[Pass, None, list[Threshold]]:
     """Find a cut for every rank; all of them share their passes, and each pass asks for a model's values once.
 
     Without ``first``, ``size - rank`` elements lie above the cut: those that a stable ascending sort puts at ``rank``
@@ -108,7 +110,7 @@ def cuts(size: int, values: Values, ranks: Sequence[Rank], *, first: bool = Fals
 
         yield look
         waiting = [s for s in waiting if not s.settle()]
-    behind = Cut(_HIGHEST, -1 if first else size)  # not even above infinities
+    behind = Threshold(_HIGHEST, -1 if first else size)  # not even above infinities
     done = iter(searches)
     return [next(done).cut if r.rank < size else behind for r in ranks]
 
@@ -120,7 +122,7 @@ def kth_values(size: int, values: Callable[[Chunk], Array], ranks: Sequence[int]
         for _ in models:
             yield values(chunk)
 
-    found = yield from cuts(size, only, [Rank(0, r) for r in ranks])
+    found = yield from cuts(size, only, [RankQuery(0, r) for r in ranks])
     return [float(c.value) for c in found]
 
 
@@ -172,13 +174,13 @@ def _bracket(ordered: Array, parts: Sequence[Array], p: float, unseen: float) ->
 class _Search:
     """One rank on its way to a cut."""
 
-    at: Rank
+    at: RankQuery
     size: int
     kept: int
     first: bool
     lo: np.float32 = _LOWEST
     hi: np.float32 = _HIGHEST
-    cut: Cut = Cut(_LOWEST)
+    cut: Threshold = Threshold(_LOWEST)
     below: int = 0
     """Elements below the bracket."""
     bins: Array | None = None
@@ -187,7 +189,8 @@ class _Search:
     starts: list[int] = field(default_factory=list)
     distinct: list[Array] = field(default_factory=list)
     counts: list[Array] = field(default_factory=list)
-    """Of each chunk that met the bracket: its start, the distinct values in ascending order, how often each occurs."""
+    """For each chunk with values in the bracket: its start, the distinct values in ascending order, how often each
+    occurs."""
 
     def bracket(self, lo: float, hi: float) -> None:
         """Start anew with another bracket, both ends belonging to it."""
@@ -257,7 +260,7 @@ class _Search:
             before = int(there[-1]) - before
         i = np.searchsorted(there, before)
         starts = np.repeat(self.starts, [len(d) for d in self.distinct])
-        self.cut = Cut(value, int(starts[equal[i]]), before - int(there[i - 1] if i else 0))
+        self.cut = Threshold(value, int(starts[equal[i]]), before - int(there[i - 1] if i else 0))
         self._forget()
         return True
 

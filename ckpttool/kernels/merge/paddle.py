@@ -18,36 +18,36 @@ from ckpttool.kernels.merge.base import (
     Array,
     Chunk,
     Combine,
+    Contributions,
+    MergeTensor,
     Method,
-    Parameter,
-    Parts,
+    MethodParameter,
     Pass,
     Passes,
     Program,
-    Tensor,
     add_base,
     one_pass,
 )
-from ckpttool.kernels.merge.order import Rank, cuts
+from ckpttool.kernels.merge.order import RankQuery, cuts
 from ckpttool.kernels.merge.sphere import deltas, gram, slerp_coefficients, weigh
 from ckpttool.kernels.portable import tree_sum
 
 Take = Callable[[Chunk, int], Array]
 """The thinned difference of a model in a chunk, in the model's own buffer."""
 
-Thin = Callable[[Tensor], Generator[Pass, None, Take]]
-Merge = Callable[[Tensor, Take], Combine]
+Thin = Callable[[MergeTensor], Generator[Pass, None, Take]]
+Merge = Callable[[MergeTensor, Take], Combine]
 
 CODE_BITS = 20
-"""Of a magnitude's 31 bits, how many tell ranks apart: the exponent and 12 bits of mantissa."""
+"""How many of a magnitude's 31 bits tell ranks apart: the exponent and 12 bits of mantissa."""
 
 
-def _all(_: Tensor) -> Generator[Pass, None, Take]:
+def _all(_: MergeTensor) -> Generator[Pass, None, Take]:
     yield from ()
     return lambda chunk, i: chunk.delta(i)
 
 
-def _trim(tensor: Tensor) -> Generator[Pass, None, Take]:
+def _trim(tensor: MergeTensor) -> Generator[Pass, None, Take]:
     """Zero where |t| is below its quantile 1 - ``reserve_p``; ``rescale`` restores sum |t| (TIES, arXiv:2306.01708).
 
     The quantile is interpolated between the order statistics around it, both exact; all elements equal to it stay.
@@ -62,7 +62,7 @@ def _trim(tensor: Tensor) -> Generator[Pass, None, Take]:
             d = chunk.delta(i)
             yield np.abs(d, out=d)
 
-    ranks = [Rank(i, rank) for i in every for rank in (below, ceil(place))]
+    ranks = [RankQuery(i, rank) for i in every for rank in (below, ceil(place))]
     found = [float(c.value) for c in (yield from cuts(tensor.size, magnitudes, ranks))]
     limits = [np.float32(lo + (hi - lo) * (place - below)) for lo, hi in zip(found[::2], found[1::2], strict=True)]
     sums = np.zeros((len(every), 2))
@@ -85,7 +85,7 @@ def _trim(tensor: Tensor) -> Generator[Pass, None, Take]:
     return take
 
 
-def _reserve(tensor: Tensor) -> float:
+def _reserve(tensor: MergeTensor) -> float:
     """``reserve_p``. Raises UsageError when it is no probability."""
     reserve = float(tensor.whole["reserve_p"])
     if not 0 <= reserve <= 1:
@@ -93,7 +93,7 @@ def _reserve(tensor: Tensor) -> float:
     return reserve
 
 
-def _dare(tensor: Tensor) -> Generator[Pass, None, Take]:
+def _dare(tensor: MergeTensor) -> Generator[Pass, None, Take]:
     """Keep each element with probability ``reserve_p``; ``rescale`` divides by it (DARE, arXiv:2311.03099)."""
     yield from ()
     reserve = _reserve(tensor)
@@ -115,7 +115,7 @@ def _codes(d: Array) -> Array:
 
 
 def keep_probabilities(counts: Array, reserve: float, epsilon: float) -> Array:
-    """How likely magprune keeps an element of each code: float32, from how many elements have each code.
+    """Probability that magprune keeps an element of each code: float32, from how many elements have each code.
 
     reserve + epsilon / 2 - epsilon r / n, r the rank by falling magnitude, 0 for the largest. Elements of one code
     share the mean of their ranks.
@@ -127,7 +127,7 @@ def keep_probabilities(counts: Array, reserve: float, epsilon: float) -> Array:
     return keep
 
 
-def _magprune(tensor: Tensor) -> Generator[Pass, None, Take]:
+def _magprune(tensor: MergeTensor) -> Generator[Pass, None, Take]:
     """Drop with p_i = 1 - ``reserve_p`` - ``epsilon`` / 2 + ``epsilon`` r_i / n; ``rescale`` divides by 1 - p_i
     (DELLA, arXiv:2406.11617).
 
@@ -165,11 +165,11 @@ def _magprune(tensor: Tensor) -> Generator[Pass, None, Take]:
     return take
 
 
-def _weights(tensor: Tensor) -> Array:
+def _weights(tensor: MergeTensor) -> Array:
     return np.array([p["weight"] for p in tensor.models], np.float64)
 
 
-def _linear(tensor: Tensor, take: Take) -> Combine:
+def _linear(tensor: MergeTensor, take: Take) -> Combine:
     """sum w_i t_i, over sum w_i with ``normalize``. Raises UsageError for weights that sum to zero."""
     weights = _weights(tensor)
     if tensor.whole["normalize"]:
@@ -188,8 +188,8 @@ def _linear(tensor: Tensor, take: Take) -> Combine:
     return combine
 
 
-def _vote(tensor: Tensor, weights: Array) -> Callable[[int, Array, Array], None]:
-    """What a model's t_i votes with: w_i t_i, or its sign with ``elect_count``."""
+def _vote(tensor: MergeTensor, weights: Array) -> Callable[[int, Array, Array], None]:
+    """The vote of a model's t_i: w_i t_i, or its sign with ``elect_count``."""
 
     def vote(i: int, t: Array, out: Array) -> None:
         if tensor.whole["elect_count"]:
@@ -200,22 +200,22 @@ def _vote(tensor: Tensor, weights: Array) -> Callable[[int, Array, Array], None]
     return vote
 
 
-def _parts(thin: Thin, *, elect: bool) -> Callable[[Tensor], Generator[Pass, None, Parts]]:
+def _parts(thin: Thin, *, elect: bool) -> Callable[[MergeTensor], Generator[Pass, None, Contributions]]:
     """The thinned t_i, whatever they weigh."""
 
-    def parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+    def parts(tensor: MergeTensor) -> Generator[Pass, None, Contributions]:
         take = yield from thin(tensor)
 
         def of(chunk: Chunk) -> Iterator[Array]:
             for i in range(len(tensor.models)):
                 yield take(chunk, i)
 
-        return Parts(of, _vote(tensor, _weights(tensor).astype(np.float32)) if elect else None)
+        return Contributions(of, _vote(tensor, _weights(tensor).astype(np.float32)) if elect else None)
 
     return parts
 
 
-def _ties(tensor: Tensor, take: Take) -> Combine:
+def _ties(tensor: MergeTensor, take: Take) -> Combine:
     """sum w_i t_i over the t_i of the elected sign; with ``normalize`` over their sum of weights (below 1e-8: 1).
 
     Elected is the sign of sum w_i t_i, or with ``elect_count`` of sum sign(t_i); 0 counts as +. The sign compared with
@@ -247,7 +247,7 @@ def _ties(tensor: Tensor, take: Take) -> Combine:
     return combine
 
 
-def paddle_slerp(tensor: Tensor) -> Program:
+def paddle_slerp(tensor: MergeTensor) -> Program:
     """Spherical interpolation from the first t_i to the second, ``slerp_alpha`` of the way; weights have no part in it.
 
     As ``slerp``, with ``slerp_dot_threshold`` and ``slerp_normalize_eps`` for its two constants.
@@ -267,14 +267,18 @@ def paddle_slerp(tensor: Tensor) -> Program:
     return combine
 
 
-_WEIGHT = {"weight": Parameter("float", 1.0, "share of the model")}
-_NORMALIZE = {"normalize": Parameter("bool", default=True, help="divide by the sum of the weights that take part")}
-_COUNT = {"elect_count": Parameter("bool", default=False, help="elect signs by number (ties_elect_type count)")}
-_THIN = {
-    "reserve_p": Parameter("float", 0.7, "share of the elements that is kept"),
-    "rescale": Parameter("bool", default=True, help="make up for the elements that are dropped"),
+_WEIGHT = {"weight": MethodParameter("float", 1.0, "share of the model")}
+_NORMALIZE = {
+    "normalize": MethodParameter("bool", default=True, help="divide by the sum of the weights that take part")
 }
-_PRUNE = _THIN | {"epsilon": Parameter("float", 0.14, "range of the probabilities, from the largest to the smallest")}
+_COUNT = {"elect_count": MethodParameter("bool", default=False, help="elect signs by number (ties_elect_type count)")}
+_THIN = {
+    "reserve_p": MethodParameter("float", 0.7, "share of the elements that is kept"),
+    "rescale": MethodParameter("bool", default=True, help="make up for the elements that are dropped"),
+}
+_PRUNE = _THIN | {
+    "epsilon": MethodParameter("float", 0.14, "range of the probabilities, from the largest to the smallest")
+}
 
 _PASSES: dict[Thin, Passes] = {
     _trim: lambda whole, _: 2 + int(whole["rescale"]),
@@ -283,9 +287,16 @@ _PASSES: dict[Thin, Passes] = {
 
 
 def _method(
-    name: str, thin: Thin, merge: Merge, formula: str, paper: str, whole: dict[str, Parameter], *, random: bool = False
+    name: str,
+    thin: Thin,
+    merge: Merge,
+    formula: str,
+    paper: str,
+    whole: dict[str, MethodParameter],
+    *,
+    random: bool = False,
 ) -> Method:
-    def program(tensor: Tensor) -> Program:
+    def program(tensor: MergeTensor) -> Program:
         return merge(tensor, (yield from thin(tensor)))
 
     program.__name__ = program.__qualname__ = name
@@ -327,9 +338,9 @@ METHODS = {
             "b + [sin((1-alpha)a) t_1 + sin(alpha a) t_2] / sin(a), a the angle between t_1 and t_2",
             "https://en.wikipedia.org/wiki/Slerp",
             whole={
-                "slerp_alpha": Parameter("float", 0.5, "0 is the first model, 1 the second"),
-                "slerp_dot_threshold": Parameter("float", 0.9995, "cosine beyond which the way is straight"),
-                "slerp_normalize_eps": Parameter("float", 1e-8, "norm up to which a tensor is not normalized"),
+                "slerp_alpha": MethodParameter("float", 0.5, "0 is the first model, 1 the second"),
+                "slerp_dot_threshold": MethodParameter("float", 0.9995, "cosine beyond which the way is straight"),
+                "slerp_normalize_eps": MethodParameter("float", 1e-8, "norm up to which a tensor is not normalized"),
             },
             models=(2, 2),
             passes=one_pass,

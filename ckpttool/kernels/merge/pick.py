@@ -9,8 +9,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor, one_pass
-from ckpttool.kernels.merge.order import Cut, Rank, cuts, kth_values
+from ckpttool.kernels.merge.base import (
+    Array,
+    Chunk,
+    Contributions,
+    MergeTensor,
+    Method,
+    MethodParameter,
+    Pass,
+    Program,
+    one_pass,
+)
+from ckpttool.kernels.merge.order import RankQuery, Threshold, cuts, kth_values
 from ckpttool.kernels.portable import dot, logarithm, softmax, tree_sum
 
 
@@ -40,7 +50,7 @@ def _spread(count: int) -> Callable[[Chunk], Array]:
     return variance
 
 
-def sce(tensor: Tensor) -> Program:
+def sce(tensor: MergeTensor) -> Program:
     """Select, calculate, erase (FuseChat, arXiv:2408.07990).
 
     Selected are the elements where the d_i = x_i - b differ most between the models: the k = int(``select_topk`` * m)
@@ -85,12 +95,12 @@ def sce(tensor: Tensor) -> Program:
     return combine
 
 
-def _selection(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], list[Array]] | None]:
-    """What gives the differences of a chunk, zero where ``sce`` does not select them; None if it selects nothing."""
+def _selection(tensor: MergeTensor) -> Generator[Pass, None, Callable[[Chunk], list[Array]] | None]:
+    """A function to the differences of a chunk, zero where ``sce`` does not select them; None if it selects nothing."""
     count = len(tensor.models)
     share = tensor.whole["select_topk"]
     variance = _spread(count)
-    cut: Cut | None = None
+    cut: Threshold | None = None
     if share < 1:
         nonzero = 0
 
@@ -105,7 +115,7 @@ def _selection(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], list[A
         k = int(nonzero * share) if share > 0 else 0
         if k == 0:
             return None
-        (cut,) = yield from cuts(tensor.size, variances, [Rank(0, tensor.size - k)], first=True)
+        (cut,) = yield from cuts(tensor.size, variances, [RankQuery(0, tensor.size - k)], first=True)
 
     def selected(chunk: Chunk) -> list[Array]:
         if cut is None:
@@ -117,7 +127,7 @@ def _selection(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], list[A
     return selected
 
 
-def _sce_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+def _sce_parts(tensor: MergeTensor) -> Generator[Pass, None, Contributions]:
     selected = yield from _selection(tensor)
 
     def of(chunk: Chunk) -> Iterator[Array]:
@@ -129,7 +139,7 @@ def _sce_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
             nothing.fill(0)
             yield nothing
 
-    return Parts(of, lambda _, part, out: np.copyto(out, part))
+    return Contributions(of, lambda _, part, out: np.copyto(out, part))
 
 
 def _base(chunk: Chunk, out: Array) -> None:
@@ -153,7 +163,7 @@ def _divergence(model: Array, base: Array) -> Array:
     return divergence
 
 
-def arcee_fusion(tensor: Tensor) -> Program:
+def arcee_fusion(tensor: MergeTensor) -> Program:
     """The model's element where it matters, else the base's (Arcee Fusion, arcee.ai).
 
     An element matters by |x - b| KL(softmax(row of x) + 1e-8 || softmax(row of b) + 1e-8), and it is taken from the
@@ -171,8 +181,8 @@ def arcee_fusion(tensor: Tensor) -> Program:
     return combine
 
 
-def _fused(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
-    """What gives the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
+def _fused(tensor: MergeTensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
+    """A function to the difference of a chunk, zero where ``arcee_fusion`` does not take it."""
     columns = tensor.columns
     divergences = np.empty((tensor.size // columns, 1), np.float32)
     together = max(1, _DIVERGING // columns)
@@ -205,16 +215,16 @@ def _fused(tensor: Tensor) -> Generator[Pass, None, Callable[[Chunk], Array]]:
     return taken
 
 
-def _fused_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+def _fused_parts(tensor: MergeTensor) -> Generator[Pass, None, Contributions]:
     taken = yield from _fused(tensor)
 
     def of(chunk: Chunk) -> Iterator[Array]:
         yield taken(chunk)
 
-    return Parts(of)
+    return Contributions(of)
 
 
-def _changed(tensor: Tensor, chunk: Chunk) -> tuple[list[Array], list[Array], Array]:
+def _changed(tensor: MergeTensor, chunk: Chunk) -> tuple[list[Array], list[Array], Array]:
     """The differences, where each is more than ``epsilon``, and in how many models that is so."""
     deltas = [chunk.delta(i) for i in range(len(tensor.models))]
     changed: list[Array] = [np.abs(d) > tensor.whole["epsilon"] for d in deltas]
@@ -222,7 +232,7 @@ def _changed(tensor: Tensor, chunk: Chunk) -> tuple[list[Array], list[Array], Ar
     return deltas, changed, models
 
 
-def _ram(tensor: Tensor, factors: Sequence[np.float32]) -> Callable[[Chunk, Array], None]:
+def _ram(tensor: MergeTensor, factors: Sequence[np.float32]) -> Callable[[Chunk, Array], None]:
     """Add to the base what one model alone changes, times the model's factor, and the mean of what several change."""
 
     def combine(chunk: Chunk, out: Array) -> None:
@@ -240,7 +250,7 @@ def _ram(tensor: Tensor, factors: Sequence[np.float32]) -> Callable[[Chunk, Arra
     return combine
 
 
-def ram(tensor: Tensor) -> Program:
+def ram(tensor: MergeTensor) -> Program:
     """Reinforced Agent Merging (arXiv:2601.13572): y = b + sum_i m_i d_i / max(1, sum_i m_i), m_i 1 or 0.
 
     m_i is 1 where |d_i| > ``epsilon``: what one model changes is added whole, what several change is averaged.
@@ -249,7 +259,7 @@ def ram(tensor: Tensor) -> Program:
     return _ram(tensor, [np.float32(1)] * len(tensor.models))
 
 
-def _ram_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+def _ram_parts(tensor: MergeTensor) -> Generator[Pass, None, Contributions]:
     yield from ()
 
     def of(chunk: Chunk) -> Iterator[Array]:
@@ -257,10 +267,10 @@ def _ram_parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
         for d, mask in zip(deltas, changed, strict=True):
             yield np.multiply(d, mask, out=d)
 
-    return Parts(of)
+    return Contributions(of)
 
 
-def ramplus_tl(tensor: Tensor) -> Program:
+def ramplus_tl(tensor: MergeTensor) -> Program:
     """RAM with stronger unique changes, tensor by tensor (arXiv:2601.13572).
 
     What model i alone changes is multiplied by 1 + r min(alpha, s_i / u_i): u_i elements of the tensor are changed by
@@ -282,7 +292,7 @@ def ramplus_tl(tensor: Tensor) -> Program:
     return _ram(tensor, list((1 + tensor.whole["r"] * np.clip(ratio, 0, tensor.whole["alpha"])).astype(np.float32)))
 
 
-_EPSILON = Parameter("float", 1e-5, "a difference up to this is none")
+_EPSILON = MethodParameter("float", 1e-5, "a difference up to this is none")
 
 METHODS = {
     m.name: m
@@ -293,8 +303,8 @@ METHODS = {
             "b + sum w_i d_i / sum w_i over the d_i of the elected sign, w_i their mean squares",
             "https://arxiv.org/abs/2408.07990",
             whole={
-                "select_topk": Parameter("float", 1.0, "share of the elements, by variance, that are merged"),
-                "int8_mask": Parameter("bool", default=False, help="no effect: masks are always small"),
+                "select_topk": MethodParameter("float", 1.0, "share of the elements, by variance, that are merged"),
+                "int8_mask": MethodParameter("bool", default=False, help="no effect: masks are always small"),
             },
             base="needed",
             parts=_sce_parts,
@@ -326,8 +336,8 @@ METHODS = {
             "ram, with what only model i changes times 1 + r min(alpha, s_i / u_i)",
             "https://arxiv.org/abs/2601.13572",
             whole={
-                "r": Parameter("float", 0.1, "strength of the factor"),
-                "alpha": Parameter("float", 0.2, "most that s_i / u_i counts"),
+                "r": MethodParameter("float", 0.1, "strength of the factor"),
+                "alpha": MethodParameter("float", 0.2, "most that s_i / u_i counts"),
                 "epsilon": _EPSILON,
             },
             base="needed",

@@ -27,18 +27,18 @@ import ml_dtypes
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Parts, Pass, Program, Tensor
-from ckpttool.kernels.merge.order import Cut, Rank, cuts
+from ckpttool.kernels.merge.base import Array, Chunk, Contributions, MergeTensor, Method, MethodParameter, Pass, Program
+from ckpttool.kernels.merge.order import RankQuery, Threshold, cuts
 from ckpttool.kernels.portable import tree_sum
 
 Keep = Callable[[Chunk, Array, Array], None]
 """Fills the boolean third argument with the elements of a chunk that stay; the second is the chunk of the delta."""
 
 Keeps = Generator[Pass, None, list[Keep | None]]
-"""What chooses the elements, for each model; None where all of them stay."""
+"""A pass that chooses the elements of each model; None where all of them stay."""
 
 
-def task_arithmetic(tensor: Tensor) -> Program:
+def task_arithmetic(tensor: MergeTensor) -> Program:
     """Task vectors are added as they are (Ilharco et al. 2023, arXiv:2212.04089).
 
     y = b + lambda sum_i w_i d_i, divided by sum_i w_i with ``normalize``.
@@ -46,7 +46,7 @@ def task_arithmetic(tensor: Tensor) -> Program:
     return (yield from _merge(tensor, [None] * len(tensor.models), elect=False))
 
 
-def ties(tensor: Tensor) -> Program:
+def ties(tensor: MergeTensor) -> Program:
     """Trim, elect sign, merge (Yadav et al. 2023, arXiv:2306.01708).
 
     m_i are the k = max(1, floor(density n)) elements of largest |d_i|, over the tensor's n elements; election.
@@ -54,7 +54,7 @@ def ties(tensor: Tensor) -> Program:
     return (yield from _merge(tensor, (yield from _largest(tensor)), elect=True))
 
 
-def dare_linear(tensor: Tensor) -> Program:
+def dare_linear(tensor: MergeTensor) -> Program:
     """Drop and rescale (Yu et al. 2024, arXiv:2311.03099): each element stays with probability ``density``; sum.
 
     The paper's factor 1 / density is mergekit's sum |d| / sum |m d|.
@@ -62,12 +62,12 @@ def dare_linear(tensor: Tensor) -> Program:
     return (yield from _merge(tensor, (yield from _drawn(tensor)), elect=False))
 
 
-def dare_ties(tensor: Tensor) -> Program:
+def dare_ties(tensor: MergeTensor) -> Program:
     """Each element stays with probability ``density``, as in ``dare_linear``; election, as in ``ties``."""
     return (yield from _merge(tensor, (yield from _drawn(tensor)), elect=True))
 
 
-def della(tensor: Tensor) -> Program:
+def della(tensor: MergeTensor) -> Program:
     """Drop by rank (Deep et al. 2024, arXiv:2406.11617): what is larger in its row is likelier to stay; election.
 
     An element whose |d_i| has rank r = 0 ... c - 1 in its row of c elements (ascending; equals by position) stays with
@@ -79,12 +79,12 @@ def della(tensor: Tensor) -> Program:
     return (yield from _merge(tensor, (yield from _drawn_by_rank(tensor)), elect=True))
 
 
-def della_linear(tensor: Tensor) -> Program:
+def della_linear(tensor: MergeTensor) -> Program:
     """Elements stay as in ``della``; sum."""
     return (yield from _merge(tensor, (yield from _drawn_by_rank(tensor)), elect=False))
 
 
-def breadcrumbs(tensor: Tensor) -> Program:
+def breadcrumbs(tensor: MergeTensor) -> Program:
     """Both tails are masked (Davari and Belilovsky 2023, arXiv:2312.06795).
 
     In the stable ascending order of |d_i|, floor(density n) elements stay: those below the floor(gamma n) largest, or
@@ -93,13 +93,13 @@ def breadcrumbs(tensor: Tensor) -> Program:
     return (yield from _merge(tensor, (yield from _between(tensor)), elect=False))
 
 
-def breadcrumbs_ties(tensor: Tensor) -> Program:
+def breadcrumbs_ties(tensor: MergeTensor) -> Program:
     """Elements stay as in ``breadcrumbs``; election, as in ``ties``."""
     return (yield from _merge(tensor, (yield from _between(tensor)), elect=True))
 
 
 def drawing(method: str, models: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which models draw a random number for every element in mergekit, given their parameters.
+    """The models that draw a random number for every element in mergekit, given their parameters.
 
     DARE: those with a density below 1, be it 0. DELLA: those with a density between 0 and 1.
     """
@@ -111,7 +111,7 @@ def drawing(method: str, models: Sequence[Mapping[str, Any]]) -> list[bool]:
 # Choosing what stays
 
 
-def _densities(tensor: Tensor) -> list[float]:
+def _densities(tensor: MergeTensor) -> list[float]:
     found = [float(p["density"]) for p in tensor.models]
     for density in found:
         if not 0 <= density <= 1:
@@ -136,13 +136,13 @@ def _magnitudes(chunk: Chunk, models: Sequence[int]) -> Iterator[Array]:
         yield np.abs(delta, out=delta)
 
 
-def _largest(tensor: Tensor) -> Keeps:
+def _largest(tensor: MergeTensor) -> Keeps:
     densities = _densities(tensor)
     n = tensor.size
-    ranks = [Rank(i, n - max(1, int(d * n))) for i, d in enumerate(densities) if 0 < d < 1]
+    ranks = [RankQuery(i, n - max(1, int(d * n))) for i, d in enumerate(densities) if 0 < d < 1]
     found = iter((yield from cuts(n, _magnitudes, ranks, first=True)))
 
-    def keep(cut: Cut) -> Keep:
+    def keep(cut: Threshold) -> Keep:
         def above(chunk: Chunk, delta: Array, out: Array) -> None:
             cut.above(_absolute(chunk, delta), chunk.start, out, first=True)
 
@@ -151,7 +151,7 @@ def _largest(tensor: Tensor) -> Keeps:
     return [None if d == 1 else keep(next(found)) if d else _nothing for d in densities]
 
 
-def _between(tensor: Tensor) -> Keeps:
+def _between(tensor: MergeTensor) -> Keeps:
     densities = _densities(tensor)
     n = tensor.size
     ranks = []
@@ -161,10 +161,10 @@ def _between(tensor: Tensor) -> Keeps:
         kept = int(density * n)
         lowest = max(0, n - kept - int(p["gamma"] * n))
         if 0 < density < 1:
-            ranks += [Rank(i, lowest), Rank(i, lowest + kept)]
+            ranks += [RankQuery(i, lowest), RankQuery(i, lowest + kept)]
     found = iter((yield from cuts(n, _magnitudes, ranks)))
 
-    def keep(lower: Cut, upper: Cut) -> Keep:
+    def keep(lower: Threshold, upper: Threshold) -> Keep:
         def between(chunk: Chunk, delta: Array, out: Array) -> None:
             size, beyond = _absolute(chunk, delta), chunk.scratch(2, np.bool_)
             lower.above(size, chunk.start, out, first=False)
@@ -182,7 +182,7 @@ def _absolute(chunk: Chunk, delta: Array) -> Array:
     return out
 
 
-def _drawn(tensor: Tensor) -> Keeps:
+def _drawn(tensor: MergeTensor) -> Keeps:
     yield from ()
 
     def keep(i: int, density: float) -> Keep:
@@ -195,7 +195,7 @@ def _drawn(tensor: Tensor) -> Keeps:
 
 
 _RADIX = 1024
-"""From this many columns on, two radix sorts of 16 bits are faster than one sort of 64."""
+"""Number of columns from which on two radix sorts of 16 bits are faster than one sort of 64."""
 
 
 def _order(rows: Array, keys: Array) -> Array:
@@ -216,7 +216,7 @@ def _order_of_row(row: Array) -> Array:
     return order[upper]
 
 
-def _drawn_by_rank(tensor: Tensor) -> Keeps:
+def _drawn_by_rank(tensor: MergeTensor) -> Keeps:
     yield from ()
     working = getattr(tensor.draws, "working", "F32")
     columns = tensor.columns
@@ -278,14 +278,14 @@ def _chances(columns: int, density: float, epsilon: float, working: str) -> Arra
 # Adding up what is left
 
 
-def _weights(tensor: Tensor) -> list[np.float32]:
+def _weights(tensor: MergeTensor) -> list[np.float32]:
     return [np.float32(p["weight"]) for p in tensor.models]
 
 
 def _products(
     weights: Sequence[np.float32], keeps: Sequence[Keep | None], factors: Mapping[int, np.float32]
 ) -> Callable[[Chunk, Array, int], Array]:
-    """What gives p_i of a chunk, in the model's own buffer; its second argument is the base."""
+    """A function to p_i of a chunk, in the model's own buffer; its second argument is the base."""
 
     def product(chunk: Chunk, base: Array, i: int) -> Array:
         p = chunk.model(i)
@@ -302,10 +302,12 @@ def _products(
     return product
 
 
-def _parts(choose: Callable[[Tensor], Keeps], *, elect: bool) -> Callable[[Tensor], Generator[Pass, None, Parts]]:
+def _parts(
+    choose: Callable[[MergeTensor], Keeps], *, elect: bool
+) -> Callable[[MergeTensor], Generator[Pass, None, Contributions]]:
     """The p_i of a method; those of an election vote with what they are."""
 
-    def parts(tensor: Tensor) -> Generator[Pass, None, Parts]:
+    def parts(tensor: MergeTensor) -> Generator[Pass, None, Contributions]:
         keeps = yield from choose(tensor)
         # Without an election nobody asks how large they are.
         factors = (yield from _factors(tensor, keeps)) if elect and tensor.whole["rescale"] else {}
@@ -316,12 +318,12 @@ def _parts(choose: Callable[[Tensor], Keeps], *, elect: bool) -> Callable[[Tenso
             for i in range(len(tensor.models)):
                 yield product(chunk, base, i)
 
-        return Parts(of, (lambda _, part, out: np.copyto(out, part)) if elect else None)
+        return Contributions(of, (lambda _, part, out: np.copyto(out, part)) if elect else None)
 
     return parts
 
 
-def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
+def _merge(tensor: MergeTensor, keeps: Sequence[Keep | None], *, elect: bool) -> Program:
     """The rest of every method, once it is known what stays."""
     weights = _weights(tensor)
     factors = (yield from _factors(tensor, keeps)) if tensor.whole["rescale"] else {}
@@ -373,7 +375,7 @@ def _merge(tensor: Tensor, keeps: Sequence[Keep | None], *, elect: bool) -> Prog
     return combine
 
 
-class _Sum(Protocol):
+class _Accumulator(Protocol):
     def add(self, values: Array) -> None: ...
 
     def result(self) -> np.floating[Any]: ...
@@ -392,14 +394,14 @@ class _WideSum:
         return self._total
 
 
-def _factors(tensor: Tensor, keeps: Sequence[Keep | None]) -> Generator[Pass, None, dict[int, np.float32]]:
+def _factors(tensor: MergeTensor, keeps: Sequence[Keep | None]) -> Generator[Pass, None, dict[int, np.float32]]:
     """sum |d_i| / sum |m_i d_i| of the models that lose elements but not all, unless a sum is next to nothing."""
     models = {i: keep for i, keep in enumerate(keeps) if keep not in {None, _nothing}}
     # mergekit 0.1.5 (sparsify.py, rescaled_masked_tensor) takes delta.abs().sum() / masked.abs().sum(), before weights.
     # Where it works in 16 bits, its deltas are rounded to these, too, and no order of adding up gives its sums.
     repeated = getattr(tensor.draws, "float_sum", None) if getattr(tensor.draws, "working", "F32") == "F32" else None
 
-    def sums() -> dict[int, _Sum]:
+    def sums() -> dict[int, _Accumulator]:
         return {i: repeated(tensor.size) if repeated else _WideSum() for i in models}
 
     before, after = sums(), sums()
@@ -420,30 +422,30 @@ def _factors(tensor: Tensor, keeps: Sequence[Keep | None]) -> Generator[Pass, No
 
 
 _WHOLE = {
-    "normalize": Parameter("bool", default=False, help="divide by the sum of the weights"),
-    "lambda": Parameter("float", 1.0, "factor of the summed deltas"),
-    "rescale": Parameter(
+    "normalize": MethodParameter("bool", default=False, help="divide by the sum of the weights"),
+    "lambda": MethodParameter("float", 1.0, "factor of the summed deltas"),
+    "rescale": MethodParameter(
         "bool", default=False, help="restore the sum of magnitudes that a delta had before it was thinned out"
     ),
-    "int8_mask": Parameter(
+    "int8_mask": MethodParameter(
         "bool", default=False, help="without effect: in mergekit it saves memory, and changes no result"
     ),
 }
 _MODEL = {
-    "weight": Parameter("float", None, "factor of the delta"),
-    "density": Parameter("float", 1.0, "share of the delta's elements that stay; task_arithmetic keeps them all"),
+    "weight": MethodParameter("float", None, "factor of the delta"),
+    "density": MethodParameter("float", 1.0, "share of the delta's elements that stay; task_arithmetic keeps them all"),
 }
-_GAMMA = {"gamma": Parameter("float", 0.01, "share of the elements, the largest, that is dropped")}
-_EPSILON = {"epsilon": Parameter("float", 0.15, "how far the probability goes up and down from `density`")}
+_GAMMA = {"gamma": MethodParameter("float", 0.01, "share of the elements, the largest, that is dropped")}
+_EPSILON = {"epsilon": MethodParameter("float", 0.15, "how far the probability goes up and down from `density`")}
 
 
 def _method(
-    program: Callable[[Tensor], Program],
+    program: Callable[[MergeTensor], Program],
     stays: str,
     paper: str,
-    more: Mapping[str, Parameter] | None = None,
+    more: Mapping[str, MethodParameter] | None = None,
     *,
-    choose: Callable[[Tensor], Keeps] | None = None,
+    choose: Callable[[MergeTensor], Keeps] | None = None,
     elect: bool = False,
     normalize: bool = False,
     random: bool = False,

@@ -17,7 +17,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Method, Parameter, Pass, Program, Tensor, add_base, one_pass
+from ckpttool.kernels.merge.base import (
+    Array,
+    Chunk,
+    MergeTensor,
+    Method,
+    MethodParameter,
+    Pass,
+    Program,
+    add_base,
+    one_pass,
+)
 from ckpttool.kernels.portable import arccosine, dot, row_dots, sine_cosine, tree_sum
 
 Vectors = Callable[[Chunk], Sequence[Array]]
@@ -46,12 +56,12 @@ def weigh(vectors: Sequence[Array], coefficients: Sequence[Array] | Array, out: 
         np.add(out, v, out=out)
 
 
-def deltas(tensor: Tensor) -> Vectors:
+def deltas(tensor: MergeTensor) -> Vectors:
     """The models of a chunk, each less the base if there is one."""
     return lambda chunk: [chunk.delta(i) for i in range(len(tensor.models))]
 
 
-def _flat(tensor: Tensor, coefficients: Sequence[Array] | Array) -> Callable[[Chunk, Array], None]:
+def _flat(tensor: MergeTensor, coefficients: Sequence[Array] | Array) -> Callable[[Chunk, Array], None]:
     """The combining pass of a method with one coefficient per model."""
     vectors = deltas(tensor)
 
@@ -77,7 +87,7 @@ def arc(cosine: Array, straight: Array, t: float) -> tuple[Array, Array]:
 
 
 def slerp_coefficients(products: Array, t: float, *, threshold: float = 0.9995, eps: float = 1e-8) -> list[Array]:
-    """What slerp gives the two vectors of a 2 x 2 Gram matrix.
+    """Slerp's coefficients of the two vectors of a 2 x 2 Gram matrix.
 
     A vector no longer than ``eps`` is not normalized. Beyond a cosine of ``threshold``, in either direction, the arc
     is too flat to divide by its sine, and the way goes along the line.
@@ -88,7 +98,7 @@ def slerp_coefficients(products: Array, t: float, *, threshold: float = 0.9995, 
     return list(arc(cosine, np.abs(cosine) > threshold, t))
 
 
-def slerp(tensor: Tensor) -> Program:
+def slerp(tensor: MergeTensor) -> Program:
     """Spherical linear interpolation from the base, t = 0, to the model, t = 1 (Shoemake 1985).
 
     y = [sin((1 - t) theta) b + sin(t theta) x] / sin(theta), theta the angle between the flattened tensors;
@@ -108,7 +118,7 @@ def slerp(tensor: Tensor) -> Program:
 
 
 def nuslerp_coefficients(aa: Array, bb: Array, ab: Array, t: float) -> tuple[Array, Array]:
-    """What nuslerp gives two vectors with these dot products, element by element.
+    """Nuslerp's coefficients of two vectors with these dot products, element by element.
 
     The line is taken where the squared sine is at most 1e-6. Of small angles float32 shows no difference, and of
     opposite vectors the arc would be their rounding errors, times a thousand and more (mergekit: 1e-16, and those).
@@ -134,7 +144,7 @@ def _turns(start: int, stop: int, period: int) -> Iterator[tuple[slice, slice]]:
             at += length
 
 
-def nuslerp(tensor: Tensor) -> Program:
+def nuslerp(tensor: MergeTensor) -> Program:
     """Slerp of two models by weight, of the tensors or of their differences to a base (mergekit).
 
     t = w_2 / (w_1 + w_2), or 1/2 for weights that cancel. ``nuslerp_flatten`` takes the tensor as one vector; else
@@ -184,7 +194,7 @@ def nuslerp(tensor: Tensor) -> Program:
 
 
 def multislerp_coefficients(products: Array, weights: Array, eps: float = 1e-8) -> Array | None:
-    """What multislerp gives each vector; None where the weighted unit vectors cancel.
+    """Multislerp's coefficient of each vector; None where the weighted unit vectors cancel.
 
     With u_i = x_i / (|x_i| + eps), the mean m = sum w_i u_i is normalized to e = m / |m|, and the u_i are laid into
     the plane that touches the sphere there: tau = sum w_i (u_i - <u_i, e> e) = m - <m, e> e = 0. The plane's mean is
@@ -201,7 +211,7 @@ def multislerp_coefficients(products: Array, weights: Array, eps: float = 1e-8) 
     return mean
 
 
-def multislerp(tensor: Tensor) -> Program:
+def multislerp(tensor: MergeTensor) -> Program:
     """Weighted mean of directions, times the weighted mean of norms (goddard.blog, "multislerp, wow what a cool idea").
 
     y = b + (sum w_i |d_i|) m / |m| with m = sum w_i d_i / (|d_i| + eps) and d_i = x_i - b, or x_i without a base.
@@ -222,14 +232,14 @@ def multislerp(tensor: Tensor) -> Program:
         if count > 2 and products.any():
             raise UsageError(
                 f"the models' directions in `{tensor.name}` cancel, so that their mean has none",
-                hint="change the weights, or leave a model out",
+                hint="change the weights, or omit a model",
             )
         coefficients = weights
     return _flat(tensor, coefficients)
 
 
 def karcher_coefficients(products: Array, max_iter: int = 10, tol: float = 1e-5) -> Array:
-    """What the Karcher mean gives each vector: the iteration, with every point written in the unit vectors u_i.
+    """The Karcher mean's coefficient of each vector: the iteration, with every point written in the unit vectors u_i.
 
     A point is its row of coefficients c, <point, u_i> is (R c)_i and |point|^2 is c R c, R the Gram matrix of the u_i.
     Vectors no longer than ``tol`` have no direction and add only to the mean norm. A direction opposite to the mean
@@ -268,7 +278,7 @@ def karcher_coefficients(products: Array, max_iter: int = 10, tol: float = 1e-5)
     return out
 
 
-def karcher(tensor: Tensor) -> Program:
+def karcher(tensor: MergeTensor) -> Program:
     """Karcher mean of the models' directions, times their mean norm (arXiv:2603.04972), all models alike.
 
     The point m of the unit sphere with sum_i log_m(u_i) = 0, u_i = x_i / |x_i|, by at most ``max_iter`` steps along
@@ -282,7 +292,8 @@ def karcher(tensor: Tensor) -> Program:
 
 
 def stock_ratio(products: Array) -> Array:
-    """How far model_stock goes from the base to the mean, from ``(n, n, ...)`` dot products of the n differences.
+    """Fraction of the way from the base to the mean in model_stock, from ``(n, n, ...)`` dot products of the n
+    differences.
 
     t = n c / (1 + (n - 1) c), c the mean cosine over all pairs; 0 where the divisor vanishes and t is not defined.
     """
@@ -301,7 +312,7 @@ def stock_ratio(products: Array) -> Array:
     return ratio
 
 
-def model_stock(tensor: Tensor) -> Program:
+def model_stock(tensor: MergeTensor) -> Program:
     """The point between base and mean of the models that is nearest to their center (arXiv:2403.19522).
 
     y = t mean_i(x_i) + (1 - t) b, t = n c / (1 + (n - 1) c), c the mean cosine between the differences x_i - b,
@@ -342,7 +353,7 @@ METHODS = {
             slerp,
             "[sin((1-t)a) b + sin(t a) x] / sin(a), a the angle between b and x",
             "https://en.wikipedia.org/wiki/Slerp",
-            whole={"t": Parameter("float", None, "0 is the base, 1 the other model")},
+            whole={"t": MethodParameter("float", None, "0 is the base, 1 the other model")},
             base="needed",
             models=(1, 1),
             passes=one_pass,
@@ -351,10 +362,12 @@ METHODS = {
             "nuslerp",
             nuslerp,
             "slerp of two models [of x_i - b], t = w_2 / (w_1 + w_2)",
-            per_model={"weight": Parameter("float", None, "share of the model")},
+            per_model={"weight": MethodParameter("float", None, "share of the model")},
             whole={
-                "nuslerp_flatten": Parameter("bool", default=True, help="the tensor is one vector"),
-                "nuslerp_row_wise": Parameter("bool", default=False, help="else: along the first axis, not the last"),
+                "nuslerp_flatten": MethodParameter("bool", default=True, help="the tensor is one vector"),
+                "nuslerp_row_wise": MethodParameter(
+                    "bool", default=False, help="else: along the first axis, not the last"
+                ),
             },
             models=(2, 2),
             rows=True,
@@ -365,10 +378,10 @@ METHODS = {
             multislerp,
             "b + sum w_i |d_i| * m / |m|, m = sum w_i d_i / |d_i|",
             "https://goddard.blog/posts/multislerp-wow-what-a-cool-idea",
-            per_model={"weight": Parameter("float", None, "share of the model")},
+            per_model={"weight": MethodParameter("float", None, "share of the model")},
             whole={
-                "normalize_weights": Parameter("bool", default=True, help="divide the weights by their sum"),
-                "eps": Parameter("float", 1e-8, "added to each norm"),
+                "normalize_weights": MethodParameter("bool", default=True, help="divide the weights by their sum"),
+                "eps": MethodParameter("float", 1e-8, "added to each norm"),
             },
             passes=one_pass,
         ),
@@ -378,8 +391,8 @@ METHODS = {
             "the Karcher mean of x_i / |x_i|, times the mean of |x_i|",
             "https://arxiv.org/abs/2603.04972",
             whole={
-                "max_iter": Parameter("int", 10, "most steps"),
-                "tol": Parameter("float", 1e-5, "a step, angle or norm below this is none"),
+                "max_iter": MethodParameter("int", 10, "most steps"),
+                "tol": MethodParameter("float", 1e-5, "a step, angle or norm below this is none"),
             },
             base="refused",
             passes=one_pass,
@@ -389,7 +402,7 @@ METHODS = {
             model_stock,
             "t mean(x_i) + (1 - t) b, t = n c / (1 + (n - 1) c), c the mean cosine of x_i - b",
             "https://arxiv.org/abs/2403.19522",
-            whole={"filter_wise": Parameter("bool", default=False, help="an angle for each row")},
+            whole={"filter_wise": MethodParameter("bool", default=False, help="an angle for each row")},
             base="needed",
             models=(2, None),
             rows=True,

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, Problem, parse, problems, read_raw
+from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, HeaderProblem, parse, problems, read_raw
 from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
 from ckpttool.execute.destinations.local import SLACK
@@ -353,7 +353,7 @@ def _validate(new: Mapping[str, Any], target: _EditedFile, edited: Path) -> None
     )
 
 
-def _hint(found: list[Problem], new: Mapping[str, Any], target: _EditedFile) -> str:
+def _hint(found: list[HeaderProblem], new: Mapping[str, Any], target: _EditedFile) -> str:
     if any(p.id in ("hole", "trailing") for p in found):
         spans = {_span(e) for e in new.values()}
         lost = [n for n, e in target.old.items() if n not in new and _span(e) and _span(e) not in spans]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout.cache import Kept, kept_layers
+from ckpttool.layout.cache import LayerCache, kept_layers
 from ckpttool.ops.fp8_size.model import SizedModel
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")
@@ -157,7 +157,7 @@ def _with_way_out(hint: str | None) -> str:
     return "drop --kv" if not hint else hint if "--kv" in hint else f"{hint}; or drop --kv"
 
 
-def _bytes(layer: Kept, dtype: str) -> int:
+def _bytes(layer: LayerCache, dtype: str) -> int:
     """Bytes of a token."""
     each = sum(layer.tokens.values()) * (2 if dtype == "bf16" else 1)
     if dtype == "fp8_ds_mla" and layer.tokens:
@@ -165,7 +165,7 @@ def _bytes(layer: Kept, dtype: str) -> int:
     return each * layer.attentions
 
 
-def _check_latents(model: SizedModel, kept: list[Kept]) -> None:
+def _check_latents(model: SizedModel, kept: list[LayerCache]) -> None:
     """Raises UsageError for layers whose tokens vLLM's own format for latents cannot hold."""
     for layer in (n for n in kept if n.tokens):
         if LATENT not in layer.tokens:

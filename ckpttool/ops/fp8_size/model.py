@@ -16,7 +16,7 @@ from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import detect, is_multi_part, read_source
 from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.names import split_numbers
-from ckpttool.layout.packed import Packing, Part, find_packing
+from ckpttool.layout.packed import PackedTensor, Packing, find_packing
 from ckpttool.layout.shapes import declared_tensors
 from ckpttool.layout.statements import Transform, inverse
 from ckpttool.planning.relate import apply_transforms, identity
@@ -75,7 +75,7 @@ class SizedModel:
     notes: list[str] = field(default_factory=list)
     packing: Packing | None = None
     """Its weights are packed integers; ``weights`` then has each of their tensors, with the shape of the weight."""
-    packed: Mapping[str, Part] = field(default_factory=dict)
+    packed: Mapping[str, PackedTensor] = field(default_factory=dict)
     """What each tensor of a packed weight is to it."""
     foreign: UnsupportedError | None = None
     """Why it is not known which weights SRC was made of: its quantisation is unknown."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpttool.answers.findings import DANGEROUS, INERT, REFUSED, Import, ImportsResult
-from ckpttool.containers.pickle_imports import Named, is_dangerous, is_safe, is_zip_without_pickles, named
+from ckpttool.containers.pickle_imports import NamedGlobal, is_dangerous, is_safe, is_zip_without_pickles, named
 from ckpttool.core.files import AnyPlace, Place
 from ckpttool.errors import UsageError
 from ckpttool.ops.inspect.code import PICKLE_SUFFIXES, is_paddles
@@ -61,7 +61,7 @@ def _is_tar(path: Place) -> bool:
         raise UsageError(f"cannot read the file: {e.strerror}", where=str(path)) from None
 
 
-def _verdict(found: Named, *, sound: bool) -> str:
+def _verdict(found: NamedGlobal, *, sound: bool) -> str:
     if is_dangerous(found.name):
         return INERT if sound else DANGEROUS
     return INERT if is_safe(found.name) else REFUSED

@@ -20,7 +20,7 @@ from ckpttool.core.words import natural, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import run_at
-from ckpttool.formats.runs import Run, Save, is_run, names_in, unwritten
+from ckpttool.formats.runs import RunSave, TrainingRun, is_run, names_in, unwritten
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
 from ckpttool.storage.listing import WEIGHTS
@@ -125,7 +125,7 @@ def pick(src: AnyPlace, name: str) -> Place:
     )
 
 
-def _row(save: Save, options: OpenOptions, alike: dict[object, Row]) -> Row | None:
+def _row(save: RunSave, options: OpenOptions, alike: dict[object, Row]) -> Row | None:
     """What is known of one; None when it has gone."""
     held = held_in(save.place)
     if not held and not save.place.exists():
@@ -156,14 +156,14 @@ def _without_files(row: Row, place: Place) -> Row:
     return replace(row, complete=False, why="it is empty")
 
 
-def _form(save: Save, held: Iterable[Held]) -> object:
+def _form(save: RunSave, held: Iterable[Held]) -> object:
     """Equal for checkpoints of one run that have the same files, those with tensors or indexes in the same sizes."""
     step = str(save.step)
     sized = (*WEIGHTS, ".metadata", ".index.json")
     return tuple((h.name.replace(step, "#"), h.size if h.name.endswith(sized) else 0) for h in held)
 
 
-def _opened(row: Row, save: Save, options: OpenOptions) -> Row:
+def _opened(row: Row, save: RunSave, options: OpenOptions) -> Row:
     try:
         stored = read(save.place, options)
     except _BROKEN as e:
@@ -199,7 +199,7 @@ def _components(stored: StoredCheckpoint) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
+def _with_marks(run: TrainingRun, rows: list[Row]) -> list[Row]:
     """Steps that lack what their trainer writes last, and what others of the run have, are not complete.
 
     Others than steps may be models alone: the final one, or the one that training began with.
@@ -219,7 +219,7 @@ def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
     return out
 
 
-def _resume(run: Run, rows: Sequence[Row]) -> tuple[str, str]:
+def _resume(run: TrainingRun, rows: Sequence[Row]) -> tuple[str, str]:
     """The checkpoint from which training goes on, and who says so."""
     if run.marked:
         return run.marked, run.pointer
@@ -227,7 +227,7 @@ def _resume(run: Run, rows: Sequence[Row]) -> tuple[str, str]:
     return (newest[0].name, "the newest that is complete") if newest else ("", "")
 
 
-def _warnings(run: Run, rows: Sequence[Row], resume: str) -> list[str]:
+def _warnings(run: TrainingRun, rows: Sequence[Row], resume: str) -> list[str]:
     out = []
     by_name = {r.name: r for r in rows}
     if run.pointer and run.marked not in by_name:

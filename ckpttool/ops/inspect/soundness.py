@@ -10,7 +10,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.config import EMBEDDINGS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import find_family
-from ckpttool.layout.packed import Part, find_packing
+from ckpttool.layout.packed import PackedTensor, find_packing
 from ckpttool.layout.scales import block_of, config_block, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -67,7 +67,7 @@ def scale_pairs(tensors: Mapping[str, Named]) -> dict[str, str]:
 
 def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
     packing = find_packing(quantization(config), {n: t.dtype for n, t in tensors.items()})
-    packed: dict[str, Part] = {}
+    packed: dict[str, PackedTensor] = {}
     if packing is not None:
         packed = packing.parts(tensors)
         for name, part in packed.items():

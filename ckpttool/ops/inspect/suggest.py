@@ -16,7 +16,7 @@ from ckpttool.core.words import count, some
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.config import HEADS, LAYERS, config_places, whole_number
 from ckpttool.layout.family import load_family
-from ckpttool.layout.nearest import Kind, Nearest, kind_of, nearest
+from ckpttool.layout.nearest import NameTemplate, Nearest, kind_of, nearest
 from ckpttool.layout.rules import parse_rule
 from ckpttool.layout.sizes import SizeSpec
 from ckpttool.layout.spec import FamilySpec
@@ -32,7 +32,7 @@ _HEAD = """\
 class Line(NamedTuple):
     """One rule of the file."""
 
-    kind: Kind
+    kind: NameTemplate
     pattern: str
     rule: str
     doubt: str
@@ -57,7 +57,7 @@ def suggest(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) ->
 
     Raises UnsupportedError for names that are those of no model.
     """
-    examples: dict[Kind, tuple[int, ...]] = {}
+    examples: dict[NameTemplate, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         examples.setdefault(kind_of(name), shape)
     if len(examples) > _MOST_LINES:
@@ -123,7 +123,7 @@ def _size_lines(sizes: Mapping[str, str]) -> list[str]:
     return out if sizes else ["sizes: {}", *out[1:]]
 
 
-def _line(kind: Kind, shape: Sequence[int], near: Nearest | None, sizes: Mapping[str, str]) -> Line:
+def _line(kind: NameTemplate, shape: Sequence[int], near: Nearest | None, sizes: Mapping[str, str]) -> Line:
     rule, doubt = "replicate", ""
     if near and kind in near.rules:
         rule = near.rules[kind][1]

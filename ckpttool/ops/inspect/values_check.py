@@ -31,7 +31,7 @@ from ckpttool.execute.compare import (
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.config import ties_head
-from ckpttool.kernels.stats import Health
+from ckpttool.kernels.stats import TensorHealth
 from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
 from ckpttool.planning.relate import DerivedTensor, permute
@@ -130,14 +130,14 @@ def _has_floats(tensor: LogicalTensor) -> bool:
     return entry.kind in ("float", "complex") and not entry.bits % 8 and prod(tensor.shape) > 0
 
 
-def _health(catalog: Catalog, tensor: LogicalTensor) -> Health:
-    found = Health()
+def _health(catalog: Catalog, tensor: LogicalTensor) -> TensorHealth:
+    found = TensorHealth()
     for box in blocks(tensor.shape, itemsize(tensor.dtype), BLOCK):
         found.add(read_tensor(catalog, tensor, box), box.start)
     return found
 
 
-def _unhealthy(tensor: LogicalTensor, health: Health) -> Iterator[_Raw]:
+def _unhealthy(tensor: LogicalTensor, health: TensorHealth) -> Iterator[_Raw]:
     """Zeros are a finding in matrices of weights only: biases, norms that are stored as 1 + w and moments begin so."""
     total = f"{prod(tensor.shape):,}"
     diverged = "training diverged, or the file was damaged: take an earlier checkpoint"

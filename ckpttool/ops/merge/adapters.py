@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from ckpttool.adapters import Change, Changes, InOut, adapt, combine, read_adapter
-from ckpttool.adapters.base import Adapter, Term
+from ckpttool.adapters.base import Adapter, LowRankTerm
 from ckpttool.core.catalog import Catalog
 from ckpttool.core.dtypes import CASTABLE, itemsize
 from ckpttool.core.plan import Adapted, LowRank, Operand
@@ -138,7 +138,7 @@ class Adaptations:
                 hint="train it without `ensure_weight_tying`",
             )
 
-    def _equal_terms(self, a: Term, b: Term) -> bool:
+    def _equal_terms(self, a: LowRankTerm, b: LowRankTerm) -> bool:
         same = a[2:] == b[2:]
         return same and self._equal(a.up, b.up) and self._equal(a.down, b.down)
 
@@ -208,7 +208,7 @@ def _is_known(model: MergeInput) -> bool:
     return model.checkpoint.family.name != "none"
 
 
-def _low_rank(term: Term, operands: Operands, label: str) -> LowRank:
+def _low_rank(term: LowRankTerm, operands: Operands, label: str) -> LowRank:
     up, down = (operands.stored(v, f"{v.name} for {label}") for v in (term.up, term.down))
     return LowRank(up, down, term.factor, term.row, term.column)
 

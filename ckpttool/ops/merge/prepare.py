@@ -24,7 +24,7 @@ from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.verification import Verification
 from ckpttool.formats.base import StoredCheckpoint
-from ckpttool.formats.parts import Part, Parts, parts_of
+from ckpttool.formats.parts import PipelinePart, PipelineParts, parts_of
 from ckpttool.formats.registry import is_multi_part, reader
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.draws import require_torch
@@ -97,7 +97,7 @@ class PreparedMerge:
     """Tensors that are worked out from several."""
     copied: int
     roots: tuple[str, ...]
-    parts: Mapping[Part, PreparedMerge] = field(default_factory=dict)
+    parts: Mapping[PipelinePart, PreparedMerge] = field(default_factory=dict)
     """The merge of each part, for directories of several models."""
     refs: Sequence[ModelRef] = ()
     """The sources, as the recipe names them."""
@@ -382,7 +382,7 @@ def _parts(
     target = part_target(donor, mine, target)
     several = Several(donor, mine)
     selections = several.selections(replace(selection, remove=(*selection.remove, *recipe.remove_keys)))
-    merged: dict[Part, PreparedMerge] = {}
+    merged: dict[PipelinePart, PreparedMerge] = {}
     changed = _changed(refs, mine)
     for part in mine.chosen:
         of_part = recipe.mapped(partial(_at_part, known, part.name, changed))
@@ -419,7 +419,7 @@ def _check_parts(recipe: Recipe, choices: MergeOptions) -> None:
         )
 
 
-def _changed(refs: Sequence[ModelRef], parts: Parts) -> dict[str, set[str]]:
+def _changed(refs: Sequence[ModelRef], parts: PipelineParts) -> dict[str, set[str]]:
     """The parts that each adapter changes. Raises ConflictError for one that is not there, and UnsupportedError for an
     adapter that does not say which part it is for."""
     names = [p.name for p in parts.all]
@@ -446,7 +446,7 @@ def _changed(refs: Sequence[ModelRef], parts: Parts) -> dict[str, set[str]]:
     return found
 
 
-def _at_part(known: Mapping[str, Parts], name: str, changed: Mapping[str, set[str]], ref: ModelRef) -> ModelRef:
+def _at_part(known: Mapping[str, PipelineParts], name: str, changed: Mapping[str, set[str]], ref: ModelRef) -> ModelRef:
     """The model that is the part of this name, with the adapters that change it."""
     place = next(p.place for p in known[ref.path].chosen if p.name == name)
     weights = ref.weights or (1.0,) * len(ref.adapters)

@@ -20,7 +20,7 @@ from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
-from ckpttool.layout.slices import EACH, NUMBERS, Described, speaks_of_tower, stack_fields, stacks_of, unknown_field
+from ckpttool.layout.slices import EACH, NUMBERS, LayerStack, speaks_of_tower, stack_fields, stacks_of, unknown_field
 from ckpttool.ops.merge.models import Models
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
@@ -102,7 +102,7 @@ def _check_kinds(
     for ref in refs:
         config = models[ref].checkpoint.config
         stack = stacks_of(family, config, prefixes).get(prefix)
-        described = Described.of(family, config, stack or "")
+        described = LayerStack.of(family, config, stack or "")
         count = described.count or 0
         if stack is None or (not count and not stack):
             return
@@ -203,10 +203,10 @@ class _Follow:
         self.family, self.stack, self.layers, self.counts, self.tower = family, stack, list(layers), counts, tower
         self.out: Config = deepcopy(dict(config))
         self.config = config
-        self.before = Described.of(family, config, stack)
+        self.before = LayerStack.of(family, config, stack)
         self.places = self._places(self.out)
         self.sources = {
-            id(c): Described.of(family, c, stack) for c in {id(x.config): x.config for x in layers}.values()
+            id(c): LayerStack.of(family, c, stack) for c in {id(x.config): x.config for x in layers}.values()
         }
         self.sources[id(config)] = self.before
         self.count = self._counted()
@@ -267,7 +267,7 @@ class _Follow:
         """Fields that count the layers follow; what counts those of other stacks stays as it is."""
         family, spec = self.family, self.family.spec.tensors
         others = [s for s in ("", *(spec.stacks if spec else ())) if s != self.stack]
-        known = {s: Described.of(family, self.config, s) for s in others}
+        known = {s: LayerStack.of(family, self.config, s) for s in others}
         kept = {s: d.count for s, d in known.items() if d.count}
         shared = {f for s in kept for f in known[s].count_fields}
         own = self.before.count_fields
@@ -286,10 +286,10 @@ class _Follow:
         if not done and own and "." not in own[0] and not self._listed_count():
             self.places[0][own[0]] = len(self.regular)
         for stack, count in kept.items():
-            if Described.of(family, self.out, stack).count != count:
+            if LayerStack.of(family, self.out, stack).count != count:
                 plain = (f for f in known[stack].count_fields if "." not in f)
                 roots[-1][next(plain, LAYERS[0])] = count
-        now = Described.of(family, self.out, self.stack).count
+        now = LayerStack.of(family, self.out, self.stack).count
         if (now is not None or not done) and now != len(self.regular) and not self._listed_count():
             raise UnsupportedError(
                 f"no field of config.json is known to count the layers, of which there are {len(self.regular)} now",
@@ -395,20 +395,20 @@ class _Follow:
         having = (p for names in (rule, counted) for p in places if any(f in p for f in names))
         return next(having, places[0])
 
-    def _from(self, layer: OutputLayer) -> Described:
+    def _from(self, layer: OutputLayer) -> LayerStack:
         return self.before if layer.config is self.config else self.sources[id(layer.config)]
 
     def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:
         condition = rule.get("if")
         return not condition or bool(self._tried(config).test(str(condition), 0))
 
-    def _tried(self, config: Config) -> Described:
+    def _tried(self, config: Config) -> LayerStack:
         """The layers as a config describes them that has other fields than ``out``, and the same number of layers."""
         if self._sized is None:
-            self._sized = Described.of(self.family, self.out, self.stack).family
+            self._sized = LayerStack.of(self.family, self.out, self.stack).family
         if varying(self._sized.sizes):
-            return Described.of(self.family, config, self.stack)
-        return Described(self._sized, config, self.stack)
+            return LayerStack.of(self.family, config, self.stack)
+        return LayerStack(self._sized, config, self.stack)
 
     def _says(self, config: Config, wanted: Mapping[str, Sequence[Any]], *, alone: bool) -> bool:
         """Whether a config gives expressions the wanted values; ``alone``: without its lists."""
@@ -448,7 +448,7 @@ class _Follow:
         spec = self.family.spec.tensors
         stacks = ["", *(spec.stacks if spec else ())]
         known = {*self._paths(), *self.apart, *self.before.fields, *PREDICTION}
-        known |= {f for s in stacks for f in Described(self.family, self.config, s).count_fields}
+        known |= {f for s in stacks for f in LayerStack(self.family, self.config, s).count_fields}
         known |= {f for rule in self.family.spec.slices.rules for f in rule}
         for place in self.places:
             if found := unknown_field(place, known, self.count, tower=self.tower):
@@ -462,7 +462,7 @@ class _Follow:
 
     def _prove(self) -> None:
         """Raises UnsupportedError unless each layer is what it was."""
-        now = Described.of(self.family, self.out, self.stack)
+        now = LayerStack.of(self.family, self.out, self.stack)
         for i, layer in enumerate(self.layers):
             try:
                 changed = self._from(layer).changes(now, i, layer.number)

@@ -14,7 +14,7 @@ from ckpttool.core.plan import Compute, Gathered, Operand, RowRun, shape_of
 from ckpttool.errors import ConflictError
 from ckpttool.execute.compare import compare_one, read_view
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Tensor
+from ckpttool.kernels.merge.base import MergeTensor
 from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.ops.merge.adapters import Adaptations
 from ckpttool.ops.merge.models import Models
@@ -143,7 +143,7 @@ class MergeBuilder:
         if tried not in self._tried:
             self._tried.add(tried)
             draws = CounterDraws(0, name)
-            tensor = Tensor(name, shape, m.parameters, m.whole, base is not None, draws, m.base_at)
+            tensor = MergeTensor(name, shape, m.parameters, m.whole, base is not None, draws, m.base_at)
             with contextlib.suppress(StopIteration):
                 next(METHODS[method].program(tensor))
         key = Key(name, self.models.component)

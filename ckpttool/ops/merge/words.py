@@ -9,11 +9,10 @@ from typing import Literal
 from ckpttool.core.plan import Operand, shape_of
 from ckpttool.errors import IncompleteError
 from ckpttool.ops.merge.models import MergeInput, Models
-from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe
-from ckpttool.recipe.model import TokenRule as Asked
+from ckpttool.recipe.model import ModelRef, ModelToken, Recipe, TokenizerRecipe, TokenRule
 from ckpttool.storage.place import parse_place
 from ckpttool.vocabulary.chat import chat_template
-from ckpttool.vocabulary.merge import Input, MergedVocabulary, Row, TokenRule, merge_vocabularies
+from ckpttool.vocabulary.merge import Input, MergedVocabulary, RowRule, TokenRow, merge_vocabularies
 from ckpttool.vocabulary.read import Vocabulary, read_vocabulary
 from ckpttool.vocabulary.write import tokenizer_files
 
@@ -102,11 +101,11 @@ def _source(asked: TokenizerRecipe, refs: Sequence[ModelRef], inputs: list[Input
     return len(inputs) - 1
 
 
-def _rule(rule: Asked, refs: Sequence[ModelRef]) -> TokenRule:
+def _rule(rule: TokenRule, refs: Sequence[ModelRef]) -> RowRule:
     source = rule.source
     if isinstance(source, ModelToken):
         token = source.token if source.number is None else source.number
-        return TokenRule(Row(refs.index(source.model), token), rule.force)
+        return RowRule(TokenRow(refs.index(source.model), token), rule.force)
     if isinstance(source, ModelRef):
-        return TokenRule(Row(refs.index(source)), rule.force)
-    return TokenRule(source, rule.force)
+        return RowRule(TokenRow(refs.index(source)), rule.force)
+    return RowRule(source, rule.force)
