@@ -362,7 +362,7 @@ def test_two_that_begin_at_once(store: ObjectStore, plan: Plan) -> None:
 
     def late(key: str, data: Any, run: str, **conditions: Any) -> str:
         if conditions.get("new"):
-            store.objects_[key] = marker.State("r", "p", 1, 1, holder=holder.Holder.here()).to_json(), "r"
+            store.objects_[key] = marker.MarkerState("r", "p", 1, 1, holder=holder.Holder.here()).to_json(), "r"
         return real(key, data, run, **conditions)
 
     with patch.object(store, "put", late), pytest.raises(OutputError, match="another run is writing this destination"):
