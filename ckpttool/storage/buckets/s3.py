@@ -380,7 +380,7 @@ class S3Bucket:
         if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
             return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
         if isinstance(e, _RedirectedError):
-            hint = f"set {self.address} to the bucket's own server; a proxy or login page may have answered instead"
+            hint = f"check {self.address}: a proxy or login page may have answered in the place of the bucket's server"
             return AccessError(f"{self.cloud} cannot be used: {e}", where=where, hint=hint)
         # Refused, timeouts, TLS, proxies, and answers that break off each time.
         if isinstance(e, exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError):
