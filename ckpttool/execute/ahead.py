@@ -59,9 +59,9 @@ class FarFile:
         self.place = place
         self.size: int | None = None
         """Known when it has been opened."""
-        self.pieces: list[_Piece] = []
+        self.pieces: list[_FetchedPiece] = []
         self.ranges: list[_Range] = []
-        """By their start."""
+        """Sorted by their start."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._file: OpenFile | None = None
@@ -108,8 +108,8 @@ class FarFile:
             with suppress(OSError):
                 file.close()
 
-    def piece_at(self, at: int) -> _Piece | None:
-        """What holds this byte, or will."""
+    def piece_at(self, at: int) -> _FetchedPiece | None:
+        """The piece that holds this byte, or will; None where no piece does."""
         found = None
         for piece in self.pieces:
             if piece.start <= at < piece.stop:
@@ -152,7 +152,7 @@ class _Range:
         """Bytes that were announced before it."""
 
     def needed(self, start: int, stop: int) -> int:
-        """How many of these bytes are of this range."""
+        """The number of these bytes that lie in this range."""
         return min(stop, self.stop) - max(start, self.start)
 
 
@@ -167,7 +167,7 @@ class Announcement:
         """Bytes asked for of ranges that nobody has begun to read."""
 
 
-class _Piece:
+class _FetchedPiece:
     """Bytes of a file, and who needs them."""
 
     __slots__ = ("changed", "error", "file", "is_ready", "left", "memory", "pins", "ranges", "start", "stop")
@@ -218,13 +218,13 @@ class ReadAhead:
         """Most bytes of memory that were there at one time."""
         self._made = 0
         self._free: list[Memory] = []
-        self._pieces: dict[_Piece, None] = {}
+        self._pieces: dict[_FetchedPiece, None] = {}
         """All there are; the first one was read longest ago."""
-        self._spent: dict[_Piece, None] = {}
+        self._spent: dict[_FetchedPiece, None] = {}
         """Nobody will read them, as far as is known; the first one since longest."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[_FetchedPiece] = deque()
         self._flying = 0
         """Pieces that are queued or being fetched."""
         self._threads: dict[threading.Thread, bool] = {}
@@ -298,7 +298,7 @@ class ReadAhead:
 
     # -- pieces
 
-    def _take(self, file: FarFile, at: int, want: int) -> _Piece:
+    def _take(self, file: FarFile, at: int, want: int) -> _FetchedPiece:
         """The piece with this byte, when it is here; in use until ``_give``."""
         with self._lock:
             while True:
@@ -320,7 +320,7 @@ class ReadAhead:
                 if piece.error is not None and not self._closed:
                     raise piece.error
 
-    def _give(self, piece: _Piece, at: int, done: int) -> None:
+    def _give(self, piece: _FetchedPiece, at: int, done: int) -> None:
         with self._lock:
             piece.left -= done
             if piece in self._pieces:
@@ -333,7 +333,7 @@ class ReadAhead:
             if spent or moved:
                 self._order()
 
-    def _unpin(self, piece: _Piece) -> bool:
+    def _unpin(self, piece: _FetchedPiece) -> bool:
         """Somebody has done with a piece; returns whether its memory is to be had now."""
         piece.pins -= 1
         if not piece.is_idle or piece not in self._pieces:
@@ -343,13 +343,13 @@ class ReadAhead:
             return True
         return self._is_new_spent(piece)
 
-    def _is_new_spent(self, piece: _Piece) -> bool:
+    def _is_new_spent(self, piece: _FetchedPiece) -> bool:
         if piece.left > 0 or not piece.is_idle or piece in self._spent:
             return False
         self._spent[piece] = None
         return True
 
-    def _drop(self, piece: _Piece) -> None:
+    def _drop(self, piece: _FetchedPiece) -> None:
         """Take its memory."""
         self._spent.pop(piece, None)
         self._pieces.pop(piece)
@@ -394,7 +394,7 @@ class ReadAhead:
 
     # -- what to fetch
 
-    def _demand(self, file: FarFile, at: int, want: int) -> _Piece:
+    def _demand(self, file: FarFile, at: int, want: int) -> _FetchedPiece:
         """Have bytes fetched that somebody waits for."""
         r = file.range_at(at) or self._find(file, at, want)
         if at != r.ahead:
@@ -448,7 +448,7 @@ class ReadAhead:
         return True
 
     def _next(self) -> _Range | None:
-        """What is needed most of what has not been asked for."""
+        """The range whose next bytes are needed first, of those that have not been asked for."""
         window = self._window()
         best, least = None, 0
         for r in self._begun:
@@ -489,7 +489,7 @@ class ReadAhead:
                 stop = max(stop, min(end, f.stop))
         return stop, ranges
 
-    def _piece(self, r: _Range, stop: int, ranges: list[_Range], memory: Memory) -> _Piece:
+    def _piece(self, r: _Range, stop: int, ranges: list[_Range], memory: Memory) -> _FetchedPiece:
         start = r.ahead
         stop = min(stop, start + memory.size)
         ranges = [f for f in ranges if f.start < stop]
@@ -498,7 +498,7 @@ class ReadAhead:
                 f.early += min(stop, f.stop) - f.ahead
                 f.of.early += min(stop, f.stop) - f.ahead
             f.ahead = min(stop, f.stop)
-        piece = _Piece(r.file, start, stop, memory, ranges, threading.Condition(self._lock))
+        piece = _FetchedPiece(r.file, start, stop, memory, ranges, threading.Condition(self._lock))
         r.file.pieces.append(piece)
         self._pieces[piece] = None
         self._flying += 1
@@ -540,7 +540,7 @@ class ReadAhead:
         self.peak = max(self.peak, self._made)
         return Memory(size, spare=spare)
 
-    def _victim(self, *, urgent: bool) -> _Piece | None:
+    def _victim(self, *, urgent: bool) -> _FetchedPiece | None:
         """A piece whose memory somebody needs more."""
         window = self._window()
         idle = [p for p in self._pieces if p.is_idle]
@@ -600,7 +600,7 @@ class ReadAhead:
                 self._order()
             del piece, error
 
-    def _arrived(self, piece: _Piece, done: int, error: BaseException | None) -> None:
+    def _arrived(self, piece: _FetchedPiece, done: int, error: BaseException | None) -> None:
         piece.error = error
         piece.is_ready = True
         if error is None and piece.start + done < piece.stop:  # the file ends there
@@ -611,7 +611,7 @@ class ReadAhead:
         piece.changed.notify_all()
 
 
-def _take_back(r: _Range, piece: _Piece) -> None:
+def _take_back(r: _Range, piece: _FetchedPiece) -> None:
     """Nobody has read this piece of a range, and it is to be fetched again."""
     at = max(r.start, piece.start)
     if r.of is not None and at < r.ahead:
@@ -622,7 +622,7 @@ def _take_back(r: _Range, piece: _Piece) -> None:
         r.ahead = at
 
 
-def _copy(piece: _Piece, at: int, pending: deque[memoryview]) -> int:
+def _copy(piece: _FetchedPiece, at: int, pending: deque[memoryview]) -> int:
     """Fill buffers from a piece, as far as it goes; ``pending`` keeps the rest of them."""
     start = at - piece.start
     stop = piece.stop - piece.start

@@ -6,7 +6,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +13,10 @@ from typing import NamedTuple
 from ckpttool.core.encodings import Contents, Encoding
 from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError
-from ckpttool.execute.ahead import CONNECTIONS, FarFile, ReadAhead
+from ckpttool.execute.ahead import FarFile, ReadAhead
 from ckpttool.execute.files import FilePool, Medium, unreadable, write_error
 from ckpttool.storage.place import parse_place
+from ckpttool.storage.readahead import at_once
 
 AHEAD = 32 << 20
 """Bytes of memory for reading ahead where nobody says how many."""
@@ -33,7 +33,7 @@ _PIECE = 1 << 20
 """Bytes that are put into a kept file at a time."""
 
 
-class _Kept:
+class _KeptRanges:
     """Ranges of files on other machines, in a file of this one that has no name."""
 
     def __init__(self, directory: str) -> None:
@@ -74,10 +74,10 @@ class _Kept:
 
 
 class _Mine(threading.local):
-    """What a thread has kept."""
+    """The ranges that a thread has kept."""
 
     def __init__(self) -> None:
-        self.kept: list[_Kept] = []
+        self.kept: list[_KeptRanges] = []
 
 
 def open_medium(limit: int | None = None, *, memory: int = AHEAD, connections: int | None = None) -> Medium:
@@ -97,7 +97,7 @@ class _RemoteSources(FilePool):
         self._ahead = ReadAhead(memory, connections)
         self.ahead = memory
         self._remote: dict[str, FarFile | _Inside] = {}
-        """By text."""
+        """Files, by the texts of their places."""
         self._placing = threading.Lock()
         self._mine = _Mine()
 
@@ -145,7 +145,7 @@ class _RemoteSources(FilePool):
             found.setdefault(file, []).append((start, stop))
         if not found:
             return super().keep(())
-        kept, mine = _Kept(self.scratch), self._mine.kept
+        kept, mine = _KeptRanges(self.scratch), self._mine.kept
         try:
             for file, spans in found.items():
                 for start, stop in _united(spans):
@@ -202,11 +202,8 @@ def check_unchanged(files: Sequence[DataFile]) -> None:
     for file in files:
         if isinstance(file.place, Path):
             _check(file)
-    far = [f for f in files if not isinstance(f.place, Path)]
-    if far:
-        with ThreadPoolExecutor(min(CONNECTIONS, len(far)), thread_name_prefix="identity") as pool:
-            for _ in pool.map(_check, far):
-                pass
+    for _ in at_once([partial(_check, f) for f in files if not isinstance(f.place, Path)]):
+        pass
 
 
 def check_here(files: Iterable[DataFile]) -> None:

@@ -1,4 +1,4 @@
-"""What tasks read. What the next ones read from other machines is announced before their turn."""
+"""Tasks in their order. The bytes that the next ones read from other machines are announced before their turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Turn:
         return bool(self._units)
 
     def arranged(self) -> tuple[list[Item], list[Checking]]:
-        """What whole units move and check."""
+        """The moves and checks of whole units."""
         if self._arranged is None:
             found = [separate(u) for u in self._units]
             self._arranged = arrange([m for moves, _ in found for m in moves]), [c for _, cs in found for c in cs]

@@ -24,7 +24,7 @@ KEPT_BYTES = 64 << 20
 
 
 class TimedCache(Generic[K, V]):
-    """What servers said, by what was asked. An answer holds for ``seconds``; at most ``most`` are held.
+    """Answers of servers, by what was asked. An answer holds for ``seconds``; at most ``most`` are held.
 
     Single operations of a dict need no lock.
     """

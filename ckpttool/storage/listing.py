@@ -43,7 +43,7 @@ class Listing:
     """Links that lead out of the directory to files without tensors, and where: these are not read (``leads_away``)."""
 
     _inside: dict[str, Listing] = field(default_factory=dict, repr=False, compare=False)
-    """What ``inside`` has listed: every format asks for the same directories."""
+    """The listings that ``inside`` has made: every format asks for the same directories."""
 
     def path(self, name: str) -> Place:
         return self.root / name
@@ -91,11 +91,11 @@ class Listing:
         except ValueError as e:
             with path.open("rb") as f:
                 start = f.read(200)
-            stranger = identify(start)
+            unknown = identify(start)
             too_large = isinstance(e, TooLargeError)
             is_what = "is too large" if too_large else "is not valid JSON" if start.strip() else "is empty"
-            is_what = f"is {stranger.what}" if stranger else f"{is_what}: {e}" if start.strip() else is_what
-            hint = stranger.hint if stranger else "fetch the file again, or correct it"
+            is_what = f"is {unknown.what}" if unknown else f"{is_what}: {e}" if start.strip() else is_what
+            hint = unknown.hint if unknown else "fetch the file again, or correct it"
             raise CorruptError(f"{name} {is_what}", where=str(path), hint=hint) from None
         if not isinstance(data, dict):
             raise CorruptError(f"{name} is not a JSON object", where=str(path))
@@ -188,7 +188,7 @@ def homes_of(root: Place, names: Iterable[str]) -> set[str]:
 
 
 def content(path: Place) -> str:
-    """What tensors a file holds by its first bytes ("safetensors", "pickle", ...); "" for none that is known."""
+    """The kind of tensors in a file, by its first bytes ("safetensors", "pickle", ...); "" for none that is known."""
     try:
         return sniff(path)
     except CkptError:

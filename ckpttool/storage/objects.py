@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     import mmap
 
 LISTED_SECONDS = 5.0
-"""How long a listing says what is there: a command looks for a dozen names in one directory."""
+"""Seconds that a listing holds: a command looks for a dozen names in one directory."""
 _LOOKED_OVER_SECONDS = 60.0
-"""How much longer one of everything does: hundreds of directories are looked into."""
+"""Seconds that a listing of everything below a directory holds longer: hundreds of directories are looked into."""
 MOST_PAGES = 1000
-"""Of a directory, of a thousand names or so each."""
+"""Pages of a directory's listing at most, of a thousand names or so each."""
 _MANY = 8
 """Directories beside each other that are listed one by one; from then on all that lies below their parent is."""
 _TREE_PAGES = 20
-"""Of such a listing: a run of hundreds of checkpoints has fewer, a whole bucket may have millions."""
+"""Pages of such a listing at most: a run of hundreds of checkpoints has fewer, a whole bucket may have millions."""
 
 _TEXT = re.compile(r"([a-z0-9]+):/{1,2}([^/]*)/?(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,254}")
 _AGAIN = (400, 401, 403)
-"""What a signature that has expired is answered with."""
+"""Statuses that answer an expired signature."""
 
 
 class KeyListing(NamedTuple):
-    """What lies directly below a prefix that ends with a slash."""
+    """Names directly below a prefix that ends with a slash."""
 
     files: Mapping[str, ObjectInfo]
     folders: Collection[str]
@@ -201,7 +201,7 @@ class ObjectPlace(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the keys of all files below begin with."""
+        """The beginning of the keys of all files below."""
         return f"{self.key}/" if self.key else ""
 
 
@@ -222,11 +222,11 @@ def close() -> None:
 _buckets: dict[tuple[str, str], Bucket] = {}
 _lock = threading.Lock()
 _known: TimedCache[ObjectPlace, ObjectInfo] = TimedCache(math.inf, 1 << 20)
-"""What a listing has said of an object that nobody has asked for since."""
+"""Objects that were listed, and that nobody has asked for since."""
 _absent: TimedCache[ObjectPlace, bool] = TimedCache(LISTED_SECONDS)
 _listed: TimedCache[ObjectPlace, KeyListing] = TimedCache(LISTED_SECONDS)
 _siblings: Counter[ObjectPlace] = Counter()
-"""How many directories in one have been listed by themselves."""
+"""The number of directories in one that were listed by themselves."""
 
 
 def _is_name(name: str) -> bool:
@@ -234,7 +234,7 @@ def _is_name(name: str) -> bool:
 
 
 def _recent(place: ObjectPlace) -> KeyListing | None:
-    """What was listed a moment ago, of a directory or of one above that has no such directory."""
+    """The listing of a moment ago, of a directory or of one above that has no such directory."""
     if found := _listed.get(place):
         return found
     above = _recent(place.parent) if place.key else None
@@ -250,7 +250,7 @@ def _bucket(place: ObjectPlace) -> Bucket:
 
 
 def _listings(place: ObjectPlace, *, deep: bool) -> dict[ObjectPlace, KeyListing]:
-    """What this directory holds; ``deep``: what each one below it does, too.
+    """The listing of this directory; ``deep``: those of each one below it, too.
 
     Names that no file on this machine could have are left out: they are nobody's checkpoint. Raises AccessError for
     a listing that does not end.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from ckpttool.errors import CkptError
@@ -56,11 +56,11 @@ class Windows:
         return data[at - first * BLOCK :][:n]
 
     def expect(self, places: Iterable[int]) -> None:
-        """Have the blocks in which reads will begin, several requests at a time. What cannot be read now is told by
-        the read."""
+        """Fetch the blocks in which reads will begin, several requests at a time. A block that cannot be read now is an
+        error when it is read."""
         wanted = sorted({at // BLOCK for at in places if 0 <= at < self._size})
         missing = [i for i in wanted if (self._key, i) not in BYTES][:MOST_EXPECTED]
-        for _ in at_once([partial(self._keep, i) for i in missing]) if missing else ():
+        for _ in at_once([partial(self._keep, i) for i in missing]):
             pass
 
     def _keep(self, i: int) -> None:
@@ -96,18 +96,22 @@ class Windows:
         return bytes(data[:done]) if done < n else bytes(data)
 
 
-def at_once(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What calls that wait for another machine return, in order; several are made at a time, and few before they are
-    asked for. Raises what they raise."""
+def at_once(calls: Iterable[Callable[[], T]], threads: int = AT_ONCE) -> Iterator[T]:
+    """The results of calls that wait for another machine, in order; ``threads`` are made at a time, and as many before
+    they are asked for. Raises what they raise, and makes no more calls then."""
+    rest = iter(calls)
+    first = list(islice(rest, threads))
+    if len(first) < 2:  # `threads` may be one
+        yield from (call() for call in chain(first, rest))
+        return
     from concurrent.futures import ThreadPoolExecutor  # 4 ms, for files on other machines alone
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ahead") as threads:
-        rest = iter(calls)
-        begun = deque([threads.submit(call) for call in islice(rest, AT_ONCE)])
+    with ThreadPoolExecutor(len(first), thread_name_prefix="ahead") as pool:
+        begun = deque([pool.submit(call) for call in first])
         try:
             while begun:
                 yield begun.popleft().result()
-                begun.extend([threads.submit(call) for call in islice(rest, 1)])
+                begun.extend([pool.submit(call) for call in islice(rest, 1)])
         finally:
             for waiting in begun:
                 waiting.cancel()

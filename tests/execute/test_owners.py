@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpttool.core.plan import Block, Fill, Output, Plan, Unit, WrittenTensor
 from ckpttool.execute import moves, schedule
 from ckpttool.execute.destinations.chunks import Chunks
-from ckpttool.execute.destinations.owners import Claim, claims
+from ckpttool.execute.destinations.owners import ShareClaim, claims
 from ckpttool.execute.extents import part_extents
 from ckpttool.execute.hashing import ALGORITHM
 from ckpttool.execute.journal import Finished
@@ -23,7 +23,7 @@ from tests.execute.test_bytes import recipes
 
 
 def check(
-    plan: Plan, tasks: Sequence[Task], sizes: Sequence[int], found: Sequence[Claim], sent: Sequence[set[int]]
+    plan: Plan, tasks: Sequence[Task], sizes: Sequence[int], found: Sequence[ShareClaim], sent: Sequence[set[int]]
 ) -> None:
     """Every chunk that is written and not sent is claimed once, by a share that does all that writes into it."""
     written = [set[int]() for _ in plan.outputs]

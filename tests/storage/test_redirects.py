@@ -94,15 +94,23 @@ def test_it_is_said(server: str, place: str, code: int, tmp_path: Path, monkeypa
     assert "does not exist" not in done.err
 
 
-@pytest.mark.parametrize(("code", "said"), [(302, "redirects to http://169.254.169.254"), (412, "not one of Azure's")])
-def test_writing_to_azure(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("dst", "code", "said"),
+    [
+        ("az://box/out", 302, "redirects to http://169.254.169.254"),
+        ("az://box/out", 412, "not one of Azure's"),
+        ("s3://bucket/out", 302, "redirects to http://169.254.169.254"),
+        ("gs://bucket/out", 302, "redirects to http://169.254.169.254"),
+    ],
+)
+def test_writing(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dst: str, code: int, said: str) -> None:
     """A login page, and a proxy that answers in JSON, where DST is: one error, and nothing is left."""
-    pytest.importorskip("azure.storage.blob")
+    pytest.importorskip({"az": "azure.storage.blob", "s3": "boto3", "gs": "google.auth"}[dst[:2]])
     assert server
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(Leads, "code", code)
     monkeypatch.setattr(Leads, "body", b'{"error": {"code": 412}}' if code == 412 else b"")
-    done = ckpttool("reshard", FIXTURES / "hf_tiny_source", "az://box/out", "--tp-out", 2)
+    done = ckpttool("reshard", FIXTURES / "hf_tiny_source", dst, "--tp-out", 2)
     assert done.code == 1
     assert said in done.err
     assert SECRET not in done.err

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a run on one machine needs neither
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a destination is told before there is anything to write."""
+    """The run, as a destination gets it before there is anything to write."""
 
     plan: Plan
     tasks: Sequence[Task]
@@ -102,13 +102,13 @@ class Destination(Protocol):
         """Bytes below which more shares cost more than they bring."""
 
     def branch(self) -> Mapping[str, Any]:
-        """What ``branch_for`` needs on another machine to write here: plain data, no credentials.
+        """The data that ``branch_for`` needs on another machine to write here: plain data, no credentials.
 
         Raises UsageError where only one machine can write.
         """
 
     def orders(self, survey: TaskSurvey, shares: Sequence[Sequence[int]], finished: Finished) -> list[Order]:
-        """What each share is to do, for ``Branch.begin``: ``tasks`` (numbers), ``done`` (parts of them that are not to
+        """The work of each share, for ``Branch.begin``: ``tasks`` (numbers), ``done`` (parts of them that are not to
         be done), and what the branch must know besides."""
 
     def remember(self, parts: Sequence[Part], answer: Answer) -> None:
@@ -124,7 +124,7 @@ class Destination(Protocol):
         """The sources are what they were: put tensors where they go, without what makes them a checkpoint."""
 
     def readable(self) -> Place:
-        """What is there so far, to be read as the checkpoint that it will be (--verify)."""
+        """The part of DST that is there, to be read as the checkpoint that it will be (--verify)."""
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
         """Refuse to replace a DST that is there; ``appeared`` since the run began."""
@@ -161,7 +161,7 @@ class Branch(Protocol):
 
     @property
     def fence(self) -> Fence | None:
-        """For files below ``partial``."""
+        """The fence of files below ``partial``."""
 
     def begin(self, order: Order) -> None:
         """An order comes. Raises OutputError when this machine does not see the run's DST, or the run has ended."""

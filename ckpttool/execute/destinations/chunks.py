@@ -20,28 +20,28 @@ Range = tuple[int, int, int]
 """(output, first chunk, last + 1)."""
 
 
-class Group(NamedTuple):
-    """What is done wholly or not at all: a part, or all parts of a task whose hashes are wanted."""
+class ChunkGroup(NamedTuple):
+    """Steps that are done wholly or not at all: a part, or all parts of a task whose hashes are wanted."""
 
     task: int
     parts: Sequence[Part]
     keys: Sequence[str]
-    """Of its hashes."""
+    """Keys of its hashes."""
     extents: Sequence[Extent]
 
 
-def groups(plan: Plan, tasks: Sequence[Task], numbers: Iterable[int] | None = None) -> Iterator[Group]:
-    """Of the tasks with these numbers; of all by default."""
+def groups(plan: Plan, tasks: Sequence[Task], numbers: Iterable[int] | None = None) -> Iterator[ChunkGroup]:
+    """The groups of the tasks with these numbers, by default of all."""
     for number in range(len(tasks)) if numbers is None else numbers:
         task = tasks[number]
         unit = plan.units[task.computing] if task.computing >= 0 else None
         extents = [list(part_extents(plan, p, unit)) for p in task.parts]
         keys = [k for k, _ in task.targets]
         if keys:
-            yield Group(number, task.parts, keys, [e for some in extents for e in some])
+            yield ChunkGroup(number, task.parts, keys, [e for some in extents for e in some])
             continue
         for part, some in zip(task.parts, extents, strict=True):
-            yield Group(number, [part], (), some)
+            yield ChunkGroup(number, [part], (), some)
 
 
 def covered(extents: Iterable[Extent], sizes: Sequence[int]) -> list[Range]:
@@ -77,21 +77,21 @@ class Chunks:
         self._waits = [array("L", bytes(8 * n)) for n in self.counts]
         """Groups that write into each chunk, and have not been done."""
         self._ranges: list[tuple[Range, ...]] = []
-        """Of each group: one part, or all parts of a task whose hashes are wanted."""
+        """The chunks that each group writes into."""
         self._whole: list[bool] = []
         """Whether a group writes into an output that is not cut, too."""
         self._parts: list[list[int]] = []
         self._keys: list[Collection[str]] = []
         self._group_of: dict[int | str, int] = {}
         self._left: list[int] = []
-        """What a group waits for: parts and hashes."""
+        """The number of parts and hashes that each group waits for."""
         for group in groups(plan, tasks):
             self._add(group)
         for i, o in enumerate(plan.outputs):
             if o.summed and sizes[i]:  # its literal bytes are known when all is written: these chunks are never ready
                 self._count(covered(((i, at, at + len(data)) for at, data in o.literals), sizes), 1)
 
-    def _add(self, group: Group) -> None:
+    def _add(self, group: ChunkGroup) -> None:
         number = len(self._parts)
         ranges = covered(group.extents, self._sizes)
         self._parts.append([p.number for p in group.parts])

@@ -1,4 +1,4 @@
-"""Who holds a destination: a process, and whether it is certainly gone."""
+"""The process that holds a destination, and whether it is certainly gone."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class Holder:
 
 
 def machine() -> str:
-    """What no other machine and no other boot has; "" where the system does not say."""
+    """The name of this boot of this machine, which no other has; "" where the system does not say."""
     return this_boot()

@@ -38,8 +38,8 @@ class HeldError(OutputError):
 
 
 @dataclass(slots=True)
-class State:
-    """What a marker says."""
+class MarkerState:
+    """The content of a marker."""
 
     run: str
     plan: str
@@ -48,23 +48,23 @@ class State:
     """Bytes from which the chunks of each object follow."""
     state: str = CLEARING
     uploads: dict[str, str] = field(default_factory=dict)
-    """Of each object that is sent in chunks, by its name below DST; "" before it has one."""
+    """The upload of each object that is sent in chunks, by the name below DST; "" before it has one."""
     holder: Holder | None = None
     members: int = 0
     """Processes that write this DST together; 0 for a run of one process. Between the first steps and the last one
     nobody holds it then."""
     version: str = ""
-    """Of ckpttool, which all members have."""
+    """The version of ckpttool that all members have."""
     hashes: list[str] = field(default_factory=list)
     """Algorithms of the checksums that all members take."""
     verify: bool = False
-    """Of a member: it was asked to verify DST, now or in an earlier attempt."""
+    """This member was asked to verify DST, now or in an earlier attempt; for markers of members only."""
 
     def to_json(self) -> bytes:
         return json.dumps({"ckpttool-partial": VERSION, **asdict(self)}).encode()
 
     @classmethod
-    def read(cls, data: bytes, where: str) -> State:
+    def read(cls, data: bytes, where: str) -> MarkerState:
         """Raises ConflictError for what is no marker of this version."""
         try:
             said = json.loads(data)
@@ -104,7 +104,7 @@ class Marker:
         self._key = key
         self._where = where
         self._tag = ""
-        self._state: State | None = None
+        self._state: MarkerState | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -117,10 +117,10 @@ class Marker:
         return self._state is not None and self._lost is None
 
     def find(self) -> ObjectContent | None:
-        """What is there."""
+        """Read the marker; None where there is none."""
         return self._bucket.get(self._key)
 
-    def take(self, state: State, instead_of: ObjectContent | None) -> None:
+    def take(self, state: MarkerState, instead_of: ObjectContent | None) -> None:
         """Put it where there is none, or in the place of one whose holder is gone.
 
         Raises HeldError when somebody else is writing this DST.
@@ -176,7 +176,7 @@ class Marker:
 
     def _is_mine(self, found: ObjectContent) -> bool:
         try:
-            holder = State.read(found.data, self._where).holder
+            holder = MarkerState.read(found.data, self._where).holder
         except ConflictError:
             return False
         return holder is not None and holder.token == self.me.token
@@ -184,7 +184,7 @@ class Marker:
     def check_gone(self, found: ObjectContent) -> None:
         """Raises HeldError when the process that put it may still be writing."""
         try:
-            holder = State.read(found.data, self._where).holder
+            holder = MarkerState.read(found.data, self._where).holder
         except ConflictError:
             return  # --force: there is nobody to ask
         if holder is not None and not holder.is_gone() and found.age < SILENT:

@@ -1,4 +1,4 @@
-"""What a machine does that sends chunks for a run that holds DST elsewhere.
+"""A machine that sends chunks for a run that holds DST elsewhere.
 
 <- {"tasks": [7, 8], "done": [31], "parts": [[29, 31], [32, 40]], "chunks": [[0, 4, 9], [1, 0, 1]]}
                                               parts that it does, and what it sends: [output, first chunk, last + 1]
@@ -20,8 +20,8 @@ from typing import Any
 from ckpttool.core.plan import Plan
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.chunks import Chunks
-from ckpttool.execute.destinations.marker import WRITING, State
-from ckpttool.execute.destinations.outbox import Keys, Outbox, Upload
+from ckpttool.execute.destinations.marker import WRITING, MarkerState
+from ckpttool.execute.destinations.outbox import ObjectKeys, Outbox, Upload
 from ckpttool.execute.destinations.spool import Spool
 from ckpttool.execute.files import Medium, write_error
 from ckpttool.execute.journal import ranges
@@ -45,7 +45,7 @@ class ObjectBranch:
         self._plan = plan
         self._tasks = tasks
         self._bucket = bucket
-        self._keys = Keys(said["dst"], single=said["single"])
+        self._keys = ObjectKeys(said["dst"], single=said["single"])
         self._run: str = said["run"]
         self._threads: int = said["threads"]
         outputs = plan.outputs
@@ -56,7 +56,7 @@ class ObjectBranch:
         self._touched: set[int] = set()
         """Outputs that the order writes into."""
         self._own: set[tuple[int, int]] = set()
-        """What the order asks for: (output, chunk)."""
+        """The chunks that the order asks for: (output, chunk)."""
         self._ready: set[tuple[int, int]] = set()
         """Those of them to which nothing more is written."""
         self._chunks = Chunks(plan, (), self._sizes)
@@ -79,13 +79,13 @@ class ObjectBranch:
     def _check(self) -> None:
         """Raises OutputError when the run does not hold DST any more."""
         found = self._bucket.get(self._keys.marker)
-        state = State.read(found.data, self._keys.text) if found is not None else None
+        state = MarkerState.read(found.data, self._keys.text) if found is not None else None
         if state is None or state.run != self._run or state.state != WRITING:
             what = "the run that this machine works for has ended, or another one has taken its destination over"
             raise OutputError(what, where=self._keys.text)
 
     def begin(self, order: Mapping[str, Any], known: Collection[str] = ()) -> None:
-        """What comes next is for this order. Nobody will take the hashes that are ``known``."""
+        """Start an order. Hashes that are ``known`` are not taken again."""
         self.stop()  # an order that failed may still be sending
         self._check()
         self._stop = threading.Event()
@@ -163,6 +163,6 @@ class ObjectBranch:
 
 
 def _rest(task: Task, done: Collection[int], known: Collection[str]) -> Task:
-    """What is left of a task."""
+    """The task without what is done and known."""
     parts = [p for p in task.parts if p.number not in done]
     return Task(parts, [t for t in task.targets if t[0] not in known], task.computing)

@@ -38,7 +38,7 @@ from ckpttool.errors import CkptError, ConflictError, OutputError
 from ckpttool.execute.destinations import objects
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
-from ckpttool.execute.destinations.marker import WRITING, HeldError, Marker, State
+from ckpttool.execute.destinations.marker import WRITING, HeldError, Marker, MarkerState
 from ckpttool.execute.destinations.members import CommittedError
 from ckpttool.execute.destinations.object_branch import ObjectBranch
 from ckpttool.execute.destinations.objects import PART, REMEMBER, SENDERS, ObjectDestination, bucket_of
@@ -53,11 +53,11 @@ from ckpttool.storage.buckets.base import Bucket, GoneError, ObjectContent
 from ckpttool.version import __version__
 
 DONE = "done"
-"""State of a member whose chunks the store has."""
+"""MarkerState of a member whose chunks the store has."""
 LOOK_EVERY = 0.5
 """Seconds between two looks at something that another member does."""
 _DIGITS = 16
-"""Of the plan, at the beginning of the number of a run: an object says which plan it was made by."""
+"""Digits of the plan's digest at the beginning of the name of a run: an object says which plan it was made by."""
 
 
 def destination(dst: Remote, options: RunOptions) -> ObjectMember:
@@ -88,8 +88,8 @@ class ObjectMember(ObjectDestination):
         self._digest = ""
         self._branch: ObjectBranch | None = None
         self._part = Marker(bucket, self._part_key(member.number), self._text)
-        self._mine: State | None = None
-        """What the own marker says."""
+        self._mine: MarkerState | None = None
+        """The content of the own marker."""
 
     def _part_key(self, number: int) -> str:
         return f"{self._keys.notes}{PART}{number}-{self.member.of}.json"
@@ -126,7 +126,7 @@ class ObjectMember(ObjectDestination):
             raise
 
     def _ask(self, o: Upload) -> None:
-        """What of an object has been sent: all of it where a member has begun to complete DST."""
+        """Look which chunks of an object have been sent: all where a member has begun to complete DST."""
         try:
             self._outbox.ask(o)
         except GoneError:
@@ -137,7 +137,7 @@ class ObjectMember(ObjectDestination):
                 what = "an upload is gone, with all that was sent"
                 raise OutputError(what, where=self._keys.where(o.name), hint=hint) from None
 
-    def _choose(self, beginning: Beginning, state: State, sums: dict[str, str]) -> Finished:
+    def _choose(self, beginning: Beginning, state: MarkerState, sums: dict[str, str]) -> Finished:
         """Find out what this part is to do."""
         plan, tasks = beginning.plan, beginning.tasks
         sizes = self._outbox.sizes(len(plan.outputs))
@@ -155,11 +155,11 @@ class ObjectMember(ObjectDestination):
         branch.begin(order, sums)
         return Finished(set(claim.spared), sums)
 
-    def _join(self, beginning: Beginning) -> State:
+    def _join(self, beginning: Beginning) -> MarkerState:
         """The state of the run that all members belong to."""
         parts = sum([len(t.parts) for t in beginning.tasks])
         hashes = sorted({k.partition(":")[2] for t in beginning.tasks for k, _ in t.targets})
-        mine = State(
+        mine = MarkerState(
             self._digest[:_DIGITS] + uuid.uuid4().hex[_DIGITS:], self._digest, parts, objects.CHUNK,
             members=self.member.of, version=__version__, hashes=hashes,
         )  # fmt: skip
@@ -178,10 +178,10 @@ class ObjectMember(ObjectDestination):
             except HeldError:  # by who is about to begin them
                 self._wait()
 
-    def _read(self, found: ObjectContent, mine: State, *, force: bool) -> State | None:
-        """What a marker says; None for one that is to be replaced. Raises ConflictError for one of another run."""
+    def _read(self, found: ObjectContent, mine: MarkerState, *, force: bool) -> MarkerState | None:
+        """The content of a marker; None for one that is to be replaced. Raises ConflictError for one of another run."""
         try:
-            state = State.read(found.data, self._text)
+            state = MarkerState.read(found.data, self._text)
             if state.state != WRITING:
                 mine.uploads = state.uploads
                 return state
@@ -190,13 +190,13 @@ class ObjectMember(ObjectDestination):
             if not force:
                 raise
             with suppress(ConflictError):
-                theirs = State.read(found.data, self._text)
+                theirs = MarkerState.read(found.data, self._text)
                 mine.uploads = theirs.uploads
                 self._check_members(theirs)
             return None
         return state
 
-    def _agree(self, theirs: State, mine: State) -> None:
+    def _agree(self, theirs: MarkerState, mine: MarkerState) -> None:
         """Raises ConflictError unless all members make the same of the same in the same way."""
         if not theirs.members:
             what = "a run without --part writes this destination, or has left it"
@@ -215,7 +215,7 @@ class ObjectMember(ObjectDestination):
                 hint = "give all parts the same command; to start over, end them all and use --force"
                 raise ConflictError(text, where=self._text, hint=hint)
 
-    def _begin_uploads(self, state: State, found: ObjectContent | None) -> None:
+    def _begin_uploads(self, state: MarkerState, found: ObjectContent | None) -> None:
         """Hold DST until there are uploads, and then no longer. Raises HeldError when another member does it."""
         self._marker.take(state, found)
         self._state = state
@@ -240,7 +240,7 @@ class ObjectMember(ObjectDestination):
         sizes = dict(self._there(self._keys.prefix))
         return all(sizes.get(self._keys.at(o.name)) == o.size for o in self._plan.outputs)
 
-    def _take_part(self, state: State, *, verify: bool) -> State:
+    def _take_part(self, state: MarkerState, *, verify: bool) -> MarkerState:
         """Say that this part is at work. Raises HeldError when another process does it."""
         verify = verify or self._is_to_verify(self.member.number)
         mine = replace(state, state=WRITING, uploads={}, holder=None, verify=verify)
@@ -283,7 +283,7 @@ class ObjectMember(ObjectDestination):
     def check_running(self) -> None:
         """Raises CommittedError when DST is complete, OutputError when the run has been given up."""
         found = self._marker.find()
-        if found is not None and State.read(found.data, self._text).run == self._run:
+        if found is not None and MarkerState.read(found.data, self._text).run == self._run:
             return
         if found is None and self._is_made():
             raise CommittedError
@@ -310,10 +310,10 @@ class ObjectMember(ObjectDestination):
         state = self._said_by(number)
         return state is not None and state.state == DONE
 
-    def _said_by(self, number: int) -> State | None:
-        """What a member of this run has said of itself."""
+    def _said_by(self, number: int) -> MarkerState | None:
+        """The content of a member's marker; None where there is none of this run."""
         found = self._bucket.get(self._part_key(number))
-        state = None if found is None else State.read(found.data, self._text)
+        state = None if found is None else MarkerState.read(found.data, self._text)
         return state if state is not None and state.run == self._run else None
 
     def _is_to_verify(self, number: int) -> bool:
@@ -327,7 +327,7 @@ class ObjectMember(ObjectDestination):
     def _is_being_completed(self) -> bool:
         """Whether a member is at it, or was: it has looked what the others were asked."""
         found = self._marker.find()
-        return found is None or State.read(found.data, self._text).holder is not None
+        return found is None or MarkerState.read(found.data, self._text).holder is not None
 
     def committer(self) -> ObjectCommit:
         """All parts are done: what completes DST."""
@@ -339,7 +339,7 @@ class ObjectMember(ObjectDestination):
     # -- leaving
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
-        """What is wrong for good is not kept."""
+        """Note whether the input is wrong: then nothing is kept."""
         self.wrong = wrong
 
     def _stop_sending(self) -> None:
@@ -364,7 +364,7 @@ class ObjectMember(ObjectDestination):
         self._part.end()
         with suppress(CkptError):
             found = self._marker.find()
-            if found is not None and State.read(found.data, self._text).run == self._run:
+            if found is not None and MarkerState.read(found.data, self._text).run == self._run:
                 self._marker.take(self._state, found)
         super().discard()
 
@@ -385,19 +385,19 @@ class ObjectCommit(ObjectDestination):
         """It holds small objects."""
 
     def begin(self, beginning: Beginning) -> Finished:
-        """What the members have done: all that was to be sent, and all comparisons."""
+        """Take over what the members have done: all that was to be sent, and all comparisons."""
         found = super().begin(beginning)
         found.parts |= {p.number for t in beginning.tasks for p in t.parts if not p.files}
         return found
 
-    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
+    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[MarkerState, bool]:
         """Wait until no other member is at it. Raises CommittedError when one of them has done it."""
         while True:
             self._ours.check_running()
             found = self._marker.find()
             if found is None:
                 continue
-            state = State.read(found.data, self._text)
+            state = MarkerState.read(found.data, self._text)
             try:
                 self._marker.take(state, found)
             except HeldError:

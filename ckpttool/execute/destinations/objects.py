@@ -22,8 +22,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +33,9 @@ from ckpttool.errors import CkptError, ConflictError, OutputError, UsageError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.destinations.chunks import Chunks
 from ckpttool.execute.destinations.local import MANIFEST
-from ckpttool.execute.destinations.marker import WRITING, Marker, State
+from ckpttool.execute.destinations.marker import WRITING, Marker, MarkerState
 from ckpttool.execute.destinations.object_branch import BACKLOG, ObjectBranch
-from ckpttool.execute.destinations.outbox import LAST, LATE, MARK, Keys, Outbox, Upload, rank
+from ckpttool.execute.destinations.outbox import LAST, LATE, MARK, ObjectKeys, Outbox, Upload, rank
 from ckpttool.execute.destinations.overlay import Overlay
 from ckpttool.execute.destinations.owners import claims
 from ckpttool.execute.destinations.spool import Spool
@@ -48,6 +48,7 @@ from ckpttool.execute.shares import TaskSurvey
 from ckpttool.storage.buckets import open_bucket
 from ckpttool.storage.buckets.base import Bucket, FileSlice, GoneError, ObjectInfo, SliceStoppedError
 from ckpttool.storage.objects import forget
+from ckpttool.storage.readahead import at_once
 
 CHUNK = 16 << 20
 """Bytes of a part of an upload; more for objects that would have too many."""
@@ -58,7 +59,7 @@ SENDERS = 8
 REMEMBER = 5.0
 """Seconds between two objects with hashes."""
 PART = "part-"
-"""How the names begin of what members say of themselves."""
+"""The beginning of the names of members' markers."""
 LEAST_SHARE = 4 << 30
 """Bytes. Where two shares meet, a part or a tensor is made twice: a few percent of a share of this size."""
 
@@ -113,15 +114,15 @@ class ObjectDestination:
         self.single = single
         self._threads = threads
         self._text = str(dst)
-        self._keys = Keys(self._text, single=single)
+        self._keys = ObjectKeys(self._text, single=single)
         self._bucket = bucket
         self._spool = Spool(self._text, one_of)
         self._marker = Marker(self._bucket, self._keys.marker, self._text)
-        self._state: State | None = None
+        self._state: MarkerState | None = None
         self._names: list[str] = []
-        """Of all objects that DST will have."""
+        """The names of all objects that DST will have."""
         self._own: set[str] = set()
-        """Keys of objects that this run has written, or has begun to."""
+        """ObjectKeys of objects that this run has written, or has begun to."""
         self._stop = threading.Event()
         self._asked = threading.Event()
         self._force = False
@@ -191,7 +192,7 @@ class ObjectDestination:
         raise OutputError(what, where=where, hint="choose another DST, or use --force to replace it")
 
     def _strange(self) -> Iterator[str]:
-        """Keys of objects at DST that are not this run's."""
+        """ObjectKeys of objects at DST that are not this run's."""
         folder = f"{self._keys.key}/"
         if not self.single and self._keys.key and self._head(self._keys.key) is not None:
             yield self._keys.key
@@ -203,7 +204,7 @@ class ObjectDestination:
                 yield key
 
     def _there(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys and sizes of all objects whose keys begin so."""
+        """ObjectKeys and sizes of all objects whose keys begin so."""
         for page in self._bucket.pages(prefix, deep=True):
             yield from [(key, info.size) for key, info in page.files]
 
@@ -219,7 +220,7 @@ class ObjectDestination:
         return found is not None and (found.run, found.size) == (self._run, o.size)
 
     def check_space(self, plan: Plan) -> None:
-        """What is certain to lie in the spool at a time: objects that are put whole, and a chunk for each thread."""
+        """Count what is certain to be in the spool: objects that are put whole, and a chunk for each thread."""
         sizes = [o.size for o in plan.outputs]
         held = sum(s for s in sizes if s < WHOLE)
         for o in plan.outputs:
@@ -266,14 +267,14 @@ class ObjectDestination:
             if size > _LONGEST - len(f"/{MARK}.json"):
                 raise OutputError(f"a name is longer than {_LONGEST:,} bytes, the most in object stores", where=where)
 
-    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[State, bool]:
+    def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[MarkerState, bool]:
         """Hold DST. Returns the marker's state, and whether it is that of a run to be continued."""
         found = self._marker.find()
-        fresh = State(uuid.uuid4().hex, digest, parts, CHUNK)
+        fresh = MarkerState(uuid.uuid4().hex, digest, parts, CHUNK)
         if found is None:
             self.check_absent(force=beginning.force)
         elif beginning.resume:
-            state = State.read(found.data, self._text)
+            state = MarkerState.read(found.data, self._text)
             self._check_members(state)
             if state.state == WRITING and (state.plan, state.parts) != (digest, parts):
                 raise ConflictError(
@@ -286,7 +287,7 @@ class ObjectDestination:
             fresh = state if state.state == WRITING else fresh
         elif beginning.force:
             with suppress(ConflictError):
-                state = State.read(found.data, self._text)
+                state = MarkerState.read(found.data, self._text)
                 fresh.uploads = state.uploads
                 self._check_members(state)
         else:
@@ -297,7 +298,7 @@ class ObjectDestination:
         self._state = fresh
         return fresh, fresh.state == WRITING
 
-    def _check_members(self, state: State) -> None:
+    def _check_members(self, state: MarkerState) -> None:
         """Raises HeldError while one of several members still writes."""
         for key, _ in list(self._there(self._keys.notes)) if state.members else ():
             if key.removeprefix(self._keys.notes).startswith(PART):
@@ -311,7 +312,7 @@ class ObjectDestination:
             if size:
                 self._objects[i] = Upload(o.name, o.size, size)
 
-    def _clear(self, state: State) -> None:
+    def _clear(self, state: MarkerState) -> None:
         """Abort what others have begun, and begin the uploads of this run. The marker names them before anything is
         sent: an upload that it does not name is never continued."""
         ours = {self._keys.at(o.name) for o in self._objects.values()} | {self._keys.at(n) for n in state.uploads}
@@ -336,7 +337,7 @@ class ObjectDestination:
 
         self._each(create, objects)
 
-    def _continue(self, state: State) -> dict[str, str]:
+    def _continue(self, state: MarkerState) -> dict[str, str]:
         """Ask what the interrupted run has sent. Returns the hashes that it has left."""
         keys = {self._keys.at(n) for n in [*self._names, MANIFEST]}  # that one may have been wanted, and be no more
         there = [key for key, _ in self._there(self._keys.prefix) if key in keys]
@@ -387,7 +388,7 @@ class ObjectDestination:
     # -- work
 
     def make(self, path: str, size: int) -> bool:
-        """What counts has been sent, wherever the spool was then."""
+        """Make an output in the spool. Chunks that an earlier run sent count, wherever its spool was."""
         self._start()
         self._spool.make(path, size)
         return True
@@ -639,19 +640,8 @@ class ObjectDestination:
 
     def _each(self, do: Callable[[_T], object], items: Iterable[_T]) -> None:
         """Do it for all, some at a time. The first failure is raised, and what has not begun is left."""
-        listed = list(items)
-        if len(listed) < 2:
-            for item in listed:
-                do(item)
-            return
-        with ThreadPoolExecutor(min(self._threads, len(listed)), thread_name_prefix="store") as pool:
-            running = [pool.submit(do, item) for item in listed]
-            try:
-                for r in running:
-                    r.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for _ in at_once([partial(do, item) for item in items], self._threads):
+            pass
 
 
 def _is_same(one: str, other: str) -> bool:

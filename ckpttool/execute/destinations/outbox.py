@@ -35,7 +35,7 @@ LAST = LATE + 3
 
 
 def rank(name: str) -> int:
-    """In which order objects appear: those at which readers begin come last."""
+    """The rank in which an object appears: objects at which readers begin come last."""
     base = name.rpartition("/")[2]
     if base in _ENTRIES:
         return LATE + 2 + _ENTRIES[base] + (base == name == "config.json")
@@ -44,7 +44,7 @@ def rank(name: str) -> int:
     return LATE if name == MANIFEST else 0
 
 
-class Keys:
+class ObjectKeys:
     """The keys of what is written for a DST. ``single``: DST is one object, not a prefix."""
 
     def __init__(self, text: str, *, single: bool) -> None:
@@ -56,13 +56,13 @@ class Keys:
         self.key = key.rstrip("/")
 
     def at(self, name: str) -> str:
-        """Of an output."""
+        """The key of an output."""
         if self.single:
             return self.key
         return f"{self.key}/{name}" if self.key else name
 
     def beside(self, name: str) -> str:
-        """Of something that is there while DST is being made."""
+        """The key of an object that is there while DST is being made."""
         return self.key + name if self.single else self.at(name)
 
     def where(self, name: str) -> str:
@@ -71,7 +71,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What the keys of all objects of DST begin with."""
+        """The beginning of the keys of all objects of DST."""
         return self.key if self.single else self.at("")
 
     @property
@@ -80,7 +80,7 @@ class Keys:
 
     @property
     def notes(self) -> str:
-        """What the keys of hashes, and of what members say of themselves, begin with."""
+        """The beginning of the keys of hashes and of members' markers."""
         return self.beside(f"{MARK}/")
 
 
@@ -118,7 +118,7 @@ class Outbox:
     def __init__(
         self,
         bucket: Bucket,
-        keys: Keys,
+        keys: ObjectKeys,
         spool: Spool,
         threads: int,
         stop: threading.Event,
@@ -126,7 +126,7 @@ class Outbox:
     ) -> None:
         """``gone`` is called when an upload is, and raises a better reason where there is one."""
         self.objects: dict[int, Upload] = {}
-        """By the number of the output."""
+        """The uploads, by the number of the output."""
         self.spool = spool
         self.bucket = bucket
         self.keys = keys
@@ -146,7 +146,7 @@ class Outbox:
         return o.chunks if o.is_done else o.sent.keys()
 
     def ask(self, o: Upload) -> None:
-        """What has been sent of an upload. Raises GoneError."""
+        """Look which chunks of an upload have been sent. Raises GoneError."""
         parts = self.bucket.parts(self.keys.at(o.name), o.upload) if o.upload else {}
         o.sent = {n - 1: p.tag for n, p in parts.items() if o.has(n - 1, p.size)}
 

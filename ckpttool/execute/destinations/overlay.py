@@ -11,7 +11,7 @@ from ckpttool.core.files import DataFile, Entry, OpenFile, Place
 from ckpttool.storage.place import open_local, scan
 
 
-class _Named(NamedTuple):
+class OverlayEntry(NamedTuple):
     """A name in such a directory."""
 
     name: str
@@ -78,7 +78,7 @@ class Overlay(NamedTuple):
     def scan(self) -> Iterator[Entry]:
         start = f"{self.at}/" if self.at else ""
         mine = {s[len(start) :].partition("/")[::2] for s in self.small if s.startswith(start)}
-        found: dict[str, Entry] = {name: _Named(name, bool(rest)) for name, rest in sorted(mine)}
+        found: dict[str, Entry] = {name: OverlayEntry(name, bool(rest)) for name, rest in sorted(mine)}
         try:
             for e in scan(self._place):
                 if not e.name.startswith(".ckpttool-partial"):

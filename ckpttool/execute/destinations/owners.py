@@ -1,4 +1,4 @@
-"""Who sends which chunk when several machines write the same objects. Pure.
+"""The machine that sends each chunk when several write the same objects. Pure.
 
 A chunk is sent once, by one machine, from bytes that this machine has made. So each chunk has an owner: the share that
 writes most of it. A share does what writes into the chunks that it owns, also where that belongs to a neighbour, and
@@ -25,16 +25,16 @@ _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(slots=True)
-class Claim:
-    """What one share does and sends."""
+class ShareClaim:
+    """The tasks that one share does, and the chunks that it sends."""
 
     tasks: list[int] = field(default_factory=list)
     """Numbers of tasks, ascending."""
     spared: list[int] = field(default_factory=list)
     """Numbers of parts of these tasks that this share need not do; of a task that is there for its hashes all."""
     chunks: list[list[int]] = field(default_factory=list)
-    """What it sends: [output, first chunk, last + 1]. When its tasks are done but for the spared parts, these have all
-    their bytes but literal ones."""
+    """The chunks that it sends: [output, first chunk, last + 1]. When its tasks are done but for the spared parts,
+    these have all their bytes but literal ones."""
 
 
 def claims(
@@ -43,7 +43,7 @@ def claims(
     sizes: Sequence[int],
     sent: Sequence[Collection[int]] = (),
     finished: Finished | None = None,
-) -> list[Claim]:
+) -> list[ShareClaim]:
     """A claim for each of ``shares``: numbers of tasks, each in one of them. Who owns a chunk follows from these alone.
 
     ``sizes`` are bytes of a chunk for each output, 0 for one that nobody sends. ``sent`` are the chunks of each output
@@ -76,7 +76,7 @@ def claims(
     out = []
     for parts_of, chunks in zip(doing, owners.chunks(len(shares)), strict=True):
         spared = [p.number for t, some in parts_of.items() for p in tasks[t].parts if p.number not in some]
-        out.append(Claim(sorted(parts_of), sorted(spared), chunks))
+        out.append(ShareClaim(sorted(parts_of), sorted(spared), chunks))
     return out
 
 
@@ -121,12 +121,12 @@ class _Owners:
         """The owner of all chunks that each task writes into; -1 where they have several, or none."""
 
     def of(self, found: Range) -> set[int]:
-        """Who owns one of these chunks."""
+        """The shares that own these chunks."""
         f, first, stop = found
         return set(self._owner[self._base[f] + first : self._base[f] + stop].tolist()) - {-1}
 
     def chunks(self, shares: int) -> list[list[list[int]]]:
-        """Of each share."""
+        """The chunks of each share: [output, first chunk, last + 1]."""
         out: list[list[list[int]]] = [[] for _ in range(shares)]
         for f, (begin, end) in enumerate(pairwise(self._base.tolist())):
             first = 0
@@ -139,7 +139,7 @@ class _Owners:
 
 
 def _who_writes_most(place: _Numbers, share: _Numbers, nbytes: _Numbers, count: int) -> _Numbers:
-    """Of each of ``count`` chunks, the first of those shares that write most of it."""
+    """The share that writes most of each of ``count`` chunks; of several, the first."""
     owner = np.full(count, -1)
     if len(place):
         shares = int(share.max()) + 1

@@ -51,7 +51,7 @@ BLOCK = 16 << 20
 """Bytes of a block of what is put at once: no more is in memory."""
 SCOPE = "https://storage.azure.com/.default"
 VERSION = "2021-12-02"
-"""Of the REST API, for reads of ranges: what they need is older."""
+"""The version of the REST API for reads of ranges: what they need is older."""
 SIGNED_SECONDS = 600
 TRIES = 7
 """Besides the first, after 2, 4, 8, ... seconds."""
@@ -235,7 +235,7 @@ class AzureBucket:
             self._blob(key).delete_blob()
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Of blobs that are not there. Blocks that wait beside an old blob are discarded when something is written."""
+        """Uploads of blobs that are not there. Blocks that wait beside an old blob go when something is written."""
         there = {key for page in self.pages(prefix, deep=True) for key, _ in page.files}
         with self._explained(prefix, listing=True):
             names = container(self.name).list_blobs(prefix or None, include=["uncommittedblobs"])
@@ -370,7 +370,7 @@ def _readable(client: ContainerClient, key: str) -> tuple[str, dict[str, str]]:
 
 
 def _code(e: exceptions.HttpResponseError) -> str:
-    """What Azure calls an error; "" where it says nothing."""
+    """Azure's name of an error; "" where it says nothing."""
     code = getattr(e, "error_code", None)
     return str(getattr(code, "value", code) or "")
 

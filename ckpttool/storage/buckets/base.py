@@ -37,7 +37,7 @@ class SliceStoppedError(Exception):
 
 
 class ObjectInfo(NamedTuple):
-    """What is known of an object without reading it."""
+    """Facts of an object that are known without reading it."""
 
     size: int
     """Bytes."""
@@ -62,7 +62,7 @@ class ObjectPage(NamedTuple):
     files: Sequence[tuple[str, ObjectInfo]]
     """Keys, and what they are."""
     folders: Sequence[str] = ()
-    """What the keys of other objects begin with, up to a slash; none where everything below is listed."""
+    """The beginnings of other keys, up to a slash; none where everything below is listed."""
 
 
 class SignedRead(NamedTuple):
@@ -91,7 +91,7 @@ class Bucket(Protocol):
     """
 
     most_parts: int
-    """Of an upload."""
+    """The most parts that an upload may have."""
     part_step: int
     """Sizes of parts are multiples of this, in bytes."""
     lister: str
@@ -107,7 +107,7 @@ class Bucket(Protocol):
         """A small object; None when it is not there."""
 
     def signed(self, key: str, tag: str, *, renew: bool) -> SignedRead:
-        """How to read ranges of an object, if it still has this tag. ``renew``: the last answer did not work."""
+        """A GET of ranges of an object, if it still has this tag. ``renew``: the last answer did not work."""
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
         """Raise what the answer to such a GET means; FileNotFoundError among others."""
@@ -118,7 +118,7 @@ class Bucket(Protocol):
         FileNotFoundError for a version that is not there."""
 
     def delete(self, key: str) -> None:
-        """Also one that is not there."""
+        """Delete an object; one that is not there is no error."""
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Keys and names of all uploads that are neither completed nor aborted. It is called before parts are sent, and
@@ -131,13 +131,13 @@ class Bucket(Protocol):
         """Send a part (numbers count from 1); returns its tag. Sending it again replaces it. Raises GoneError."""
 
     def parts(self, key: str, upload: str) -> dict[int, SentPart]:
-        """What has been sent, by number. Raises GoneError."""
+        """The parts that have been sent, by number. Raises GoneError."""
 
     def complete(self, key: str, upload: str, parts: Mapping[int, str], run: str) -> None:
         """Make the object of the parts with these tags. Raises GoneError."""
 
     def abort(self, key: str, upload: str) -> None:
-        """Also one that is not there."""
+        """Discard an upload; one that is not there is no error."""
 
 
 class FileSlice:
@@ -220,7 +220,7 @@ def pieces(data: bytes | Rewindable) -> Iterator[bytes]:
 
 
 def object_info(size: object, tag: object, run: object = "") -> ObjectInfo:
-    """What an answer says of an object. Raises ValueError, TypeError."""
+    """The facts of an object in an answer. Raises ValueError, TypeError."""
     count = int(size)  # type: ignore[call-overload]  # TypeError is what `understood` is for
     if count < 0 or not tag:
         raise ValueError
@@ -252,7 +252,7 @@ def no_object(where: str) -> OSError:
 
 
 def unlisted(e: OSError | CkptError, where: str, address: str) -> OSError | CkptError:
-    """What an answer to a listing means: a store that lists nothing says so, and does not know no listing."""
+    """The error for an answer to a listing: 404 comes from something else than an object store."""
     if not isinstance(e, FileNotFoundError):
         return e
     what = "the answer is not one of an object store: 404 to a listing"

@@ -32,11 +32,11 @@ from ckpttool.storage.http import REDIRECTS, Answer, HttpError, led
 RUN = "ckpttool-run"
 """User metadata of every object that is written: by which run."""
 TRIES, ODD_TRIES = 10, 3
-"""Of a request; of one whose answer is not one of S3."""
+"""Tries of a request; those of one whose answer is not S3's."""
 CONNECTIONS = 64
 """Kept at most; who sends decides how many are used."""
 SIGNED_SECONDS = 600
-"""How long a signed URL is valid; it is renewed after half of that."""
+"""Seconds that a signed URL is valid; it is renewed after half of that."""
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,60})</Code>")
 _AMAZON = re.compile(r"https://s3[.-][a-z0-9.-]*amazonaws\.com(\.cn)?")
@@ -78,10 +78,7 @@ def client(region: str | None = None, style: str = "") -> Any:
     here = (os.getpid(), anonymous(), region, style)  # connections do not survive a fork
     with _lock:
         if here not in _clients:
-            made = new_client(region, style, signed=not anonymous())
-            if not _AMAZON.fullmatch(made.meta.endpoint_url):
-                made.meta.events.register("before-parse.s3", _refuse_redirect)
-            _clients[here] = made
+            _clients[here] = new_client(region, style, signed=not anonymous())
         return _clients[here]
 
 
@@ -110,6 +107,8 @@ def new_client(region: str | None = None, style: str = "", *, signed: bool, endp
         made = session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
     except (exceptions.BotoCoreError, ValueError) as e:
         raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
+    if not _AMAZON.fullmatch(made.meta.endpoint_url):
+        made.meta.events.register("before-parse.s3", _refuse_redirect)
     if made.meta.endpoint_url.startswith("https:"):
         # TLS and the CRC protect the bytes; a SHA-256 for the signature would cost as much as both.
         made.meta.config.s3 = {**(made.meta.config.s3 or {}), "payload_signing_enabled": False}
@@ -218,7 +217,7 @@ class S3Bucket:
     def _look(self) -> Any:
         try:
             return client().head_bucket(Bucket=self.name)
-        except exceptions.ClientError as e:  # who may not look is told the region nevertheless
+        except exceptions.ClientError as e:  # it names the region to those who may not look, too
             return e.response
 
     def explain(self, e: HttpError, key: str) -> NoReturn:
@@ -381,7 +380,7 @@ class S3Bucket:
         if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
             return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
         if isinstance(e, _RedirectedError):
-            hint = f"set {self.address} to the bucket's own server; a proxy or login page may have answered instead"
+            hint = f"check {self.address}: a proxy or login page may have answered in the place of the bucket's server"
             return AccessError(f"{self.cloud} cannot be used: {e}", where=where, hint=hint)
         # Refused, timeouts, TLS, proxies, and answers that break off each time.
         if isinstance(e, exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError):
