@@ -1,7 +1,7 @@
-"""What lies in the subdirectories of a checkpoint, and which of it belongs to the model and goes where the model goes.
+"""Files in the subdirectories of a checkpoint: those that belong to the model are copied with it.
 
 ``1_Pooling/config.json`` of sentence-transformers, ``additional_chat_templates/``, ``original/params.json``: small
-files without tensors are carried under the same relative path. Everything else is left, and said.
+files without tensors are carried under the same relative path. Everything else is left out and reported.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _CONFIGS = ("config.json", "adapter_config.json", "trainer_state.json")
 _MODELS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdparams")
 
 
-class Left(NamedTuple):
+class LeftOut(NamedTuple):
     """A file that is not carried, or a directory of which nothing is."""
 
     name: str
     """Relative; a directory ends with a slash."""
     why: str
     size: int = -1
-    """Bytes; -1 where nobody has looked."""
+    """Bytes; -1 if unknown."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why}{f', {self.size:,} bytes' if self.size >= 0 else ''})"
 
 
-class Below(NamedTuple):
+class SubdirectoryFiles(NamedTuple):
     """Files in subdirectories."""
 
     carried: tuple[str, ...]
     """Relative paths with forward slashes, in natural order."""
-    left: tuple[Left, ...]
+    left: tuple[LeftOut, ...]
 
 
-def files_below(root: Place, own: Iterable[Place] = (), known: str = "") -> Below:
+def files_below(root: Place, own: Iterable[Place] = (), known: str = "") -> SubdirectoryFiles:
     """Look through the subdirectories of ``root``. Those that hold files of ``own`` are the format's, and passed over.
 
     Left in ``root`` itself are the files whose names are those of weights, but not of the format (``known``).
@@ -61,46 +61,48 @@ def files_below(root: Place, own: Iterable[Place] = (), known: str = "") -> Belo
     own = list(own)
     mine = {name.partition("/")[0] for p in own if p.parent != root and (name := name_below(p, root))}
     read = {p.name for p in own if p.parent == root}
-    tree = _Tree(root)
+    walk = _SubdirectoryWalk(root)
     carried: list[str] = []
-    left: list[Left] = []
-    for name in sorted(tree.names, key=natural):
+    left: list[LeftOut] = []
+    for name in sorted(walk.names, key=natural):
         if name.endswith(WEIGHTS) and name not in read and not re.fullmatch(known, name) and (root / name).is_file():
-            left.append(tree.weights(name))
+            left.append(walk.weights(name))
         if name in mine or not (root / name).is_dir():
             continue
-        found = tree.look(name, MOST - len(carried))
+        found = walk.look(name, MOST - len(carried))
         carried += found.carried
         left += found.left
-    return Below(tuple(carried), tuple(left))
+    return SubdirectoryFiles(tuple(carried), tuple(left))
 
 
-class _Tree:
+class _SubdirectoryWalk:
     def __init__(self, root: Place) -> None:
         self.root = root
         self.names = [e.name for e in scan(root)]
         self.homes = homes_of(root, self.names)
         self.seen = 0
 
-    def look(self, name: str, most: int) -> Below:
-        """What there is in one directory beside the checkpoint; nothing of it when that is more than ``most`` files."""
+    def look(self, name: str, most: int) -> SubdirectoryFiles:
+        """The files of one subdirectory; none of them where they are more than ``most``."""
         self.seen = 0
         found = list(self._walk(name, 1))
         if self.seen > MOST or sum(isinstance(f, str) for f in found) > most:
-            return Below((), (Left(f"{name}/", f"more than {MOST:,} files"),))
-        return Below(tuple([f for f in found if isinstance(f, str)]), tuple([f for f in found if isinstance(f, Left)]))
+            return SubdirectoryFiles((), (LeftOut(f"{name}/", f"more than {MOST:,} files"),))
+        return SubdirectoryFiles(
+            tuple([f for f in found if isinstance(f, str)]), tuple([f for f in found if isinstance(f, LeftOut)])
+        )
 
-    def weights(self, name: str) -> Left:
+    def weights(self, name: str) -> LeftOut:
         """A file beside the checkpoint that has a name of weights."""
         try:
-            return Left(name, "weights", DataFile.at(self.root / name).size)
+            return LeftOut(name, "weights", DataFile.at(self.root / name).size)
         except OSError as e:
-            return Left(name, f"cannot be read: {e.strerror}")
+            return LeftOut(name, f"cannot be read: {e.strerror}")
 
-    def _walk(self, at: str, depth: int) -> Iterator[str | Left]:
+    def _walk(self, at: str, depth: int) -> Iterator[str | LeftOut]:
         path = self.root / at
         if why := _shunned(path, depth):
-            yield Left(f"{at}/", why)
+            yield LeftOut(f"{at}/", why)
             return
         try:
             names = []
@@ -112,10 +114,10 @@ class _Tree:
             names.sort(key=natural)
             files = [n for n in names if (path / n).is_file()]
             if _is_checkpoint(files):
-                yield Left(f"{at}/", "a checkpoint of its own", sum(DataFile.at(path / n).size for n in files))
+                yield LeftOut(f"{at}/", "a checkpoint of its own", sum(DataFile.at(path / n).size for n in files))
                 return
         except OSError as e:
-            yield Left(f"{at}/", f"cannot be listed: {e.strerror}")
+            yield LeftOut(f"{at}/", f"cannot be listed: {e.strerror}")
             return
         for name in files:
             if not name.startswith("."):
@@ -124,19 +126,19 @@ class _Tree:
             if (path / name).is_dir():
                 yield from self._walk(f"{at}/{name}", depth + 1)
 
-    def _file(self, name: str) -> str | Left:
+    def _file(self, name: str) -> str | LeftOut:
         path = self.root / name
         if is_link(path) and not self._stays(path, name):
-            return Left(name, "a link out of the checkpoint")
+            return LeftOut(name, "a link out of the checkpoint")
         try:
             size = DataFile.at(path).size
         except OSError as e:
-            return Left(name, f"cannot be read: {e.strerror}")
+            return LeftOut(name, f"cannot be read: {e.strerror}")
         if isinstance(path, Path) and not os.access(path, os.R_OK):
-            return Left(name, "cannot be read")
+            return LeftOut(name, "cannot be read")
         if name.endswith(WEIGHTS) or content(path):
-            return Left(name, "weights", size)
-        return Left(name, "large", size) if size > COMPANION_LIMIT else name
+            return LeftOut(name, "weights", size)
+        return LeftOut(name, "large", size) if size > COMPANION_LIMIT else name
 
     def _stays(self, path: Path, name: str) -> bool:
         """Whether a link leads to a file of this checkpoint, or of the one that it is a view of."""
@@ -147,7 +149,7 @@ class _Tree:
 
 
 def _shunned(path: Place, depth: int) -> str:
-    """Why nothing of a directory is carried, by its name and place alone; "" where it is to be looked through."""
+    """The reason to skip a directory, by its name and place alone; "" without one."""
     name = path.name
     if is_link(path):
         return "a link"

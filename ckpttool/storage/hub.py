@@ -49,11 +49,11 @@ class HubPlace:
 
     @property
     def revision(self) -> str:
-        """As it was said; "" where it was not."""
-        return self._revision.said
+        """The revision as the user wrote it; "" without one."""
+        return self._revision.name
 
     def written(self, revision: str) -> None:
-        """Somebody has written it: from now on it is what this commit or pull request has."""
+        """Let the place name this commit or pull request, which has just been written."""
         forget(self.repo)
         self._revision = find_revision(self.repo, revision)
 
@@ -151,7 +151,7 @@ class HubEntry(NamedTuple):
 
 
 def parse(text: str) -> HubPlace:
-    """The place that a text names. Asks nothing. Raises UsageError."""
+    """The place that a text names, without a request. Raises UsageError."""
     parts = _parts(text.removeprefix(f"{SCHEME}:"))
     if is_signed(text) or (parts and not {"@", ":"}.isdisjoint(parts[0])):
         raise UsageError(

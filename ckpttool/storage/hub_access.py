@@ -29,12 +29,12 @@ OWN_REF = re.compile(r"refs/(?:pr/\d+|convert/[\w.-]+)(?=/|\Z)")
 
 
 def endpoint() -> str:
-    """Where the Hub is (HF_ENDPOINT), without a slash at the end."""
+    """The URL of the Hub (HF_ENDPOINT), without a slash at the end."""
     return str(_constants().ENDPOINT).rstrip("/")
 
 
 def cache_home() -> str:
-    """Where the Hub's cache is (HF_HUB_CACHE, HF_HOME)."""
+    """The directory of the Hub's cache (HF_HUB_CACHE, HF_HOME)."""
     return str(_constants().HF_HUB_CACHE)
 
 
@@ -67,13 +67,13 @@ def is_offline() -> bool:
 
 
 def _constants() -> Any:
-    """What huggingface_hub makes of the environment. Raises UsageError."""
+    """The settings that huggingface_hub reads from the environment. Raises UsageError."""
     try:
         from huggingface_hub import constants
     except ImportError as e:
         hint = "pip install huggingface_hub"
         raise UsageError(f"hf:// needs a package that is not installed: {e.name}", hint=hint) from None
-    except ValueError as e:  # a number that is none, an address that is none
+    except ValueError as e:  # not a number, not a URL
         raise UsageError(
             f"huggingface_hub cannot work with the environment: {e}",
             hint="correct HF_ENDPOINT, or what it names (HF_...)",
@@ -82,7 +82,7 @@ def _constants() -> Any:
 
 
 def origin(url: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port; nobody's for what is not a URL."""
+    """Scheme, host and port; those of no server for what is not a URL."""
     try:
         parts = urlsplit(url)
         port = parts.port or {"https": 443, "http": 80}.get(parts.scheme)

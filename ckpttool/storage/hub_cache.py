@@ -41,7 +41,7 @@ class HubFileInfo(NamedTuple):
 
     @classmethod
     def of(cls, size: Any, blob: Any, *, large: bool = False) -> HubFileInfo:
-        """As a listing has it. Raises ValueError."""
+        """Checks the fields of a listing. Raises ValueError."""
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 1 << 63:
             raise ValueError("a size is not a number of bytes")
         if not isinstance(blob, str) or len(blob) != (64 if large else 40) or not _BLOB.fullmatch(blob):

@@ -38,28 +38,28 @@ SMALL, SMALL_LARGE = 16 << 20, 1 << 20
 KEPT = 64 << 20
 """Bytes of small files that are kept in memory."""
 MAX_FILES = 50_000
-"""Of more, the Hub lists only some (``VERY_LARGE_REPO_THRESHOLD`` of huggingface_hub)."""
+"""A longer list lacks some (``VERY_LARGE_REPO_THRESHOLD`` of huggingface_hub)."""
 MAX_HOPS = 5
 _ABOUT = {".gitattributes", ".gitignore", "README.md"}
 """Files of a repository that say something about it: a checkpoint lacks nothing without them."""
 
 
 class HubRevision:
-    """A branch, a tag or a commit of a model, as somebody wrote it. It is a commit as soon as somebody has looked."""
+    """A branch, a tag or a commit of a model, by the user's name for it; the commit is found with the first look."""
 
-    def __init__(self, repo: HubRepo, said: str) -> None:
-        self.repo, self.said = repo, said
-        self.found = _commit(repo, said) if COMMIT.fullmatch(said) else None
+    def __init__(self, repo: HubRepo, name: str) -> None:
+        self.repo, self.name = repo, name
+        self.found = _commit(repo, name) if COMMIT.fullmatch(name) else None
         self.note = ""
-        """Where nobody was asked what the revision is now."""
+        """Says which commit of the cache it is, where the Hub was not asked."""
 
     def __str__(self) -> str:
-        return self.repo.text(self.found.name if self.found else self.said)
+        return self.repo.text(self.found.name if self.found else self.name)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HubRevision) or self.repo != other.repo:
             return False
-        return self.said == other.said or (self.found is not None and self.found is other.found)
+        return self.name == other.name or (self.found is not None and self.found is other.found)
 
     def __hash__(self) -> int:
         return hash(self.repo)
@@ -73,16 +73,16 @@ class HubRevision:
             return self.found
 
     def _look(self) -> HubCommit:
-        """What the cache has the whole of is taken for what the branch is; so is anything it has, when offline."""
+        """The commit of the cache if all its files are there, or when offline; otherwise that of the Hub."""
         repo = self.repo
-        name = HubCache.of(repo.repo, repo.home).commit(self.said or "main")
+        name = HubCache.of(repo.repo, repo.home).commit(self.name or "main")
         if name and (is_offline() or _commit(repo, name).is_here()):
-            what, again = f"{self.said or 'main'} of {repo.repo}", repo.download(self.said)
+            what, again = f"{self.name or 'main'} of {repo.repo}", repo.download(self.name)
             self.note = f"{what} is commit {name[:12]}, as the Hub's cache has it; {again} again"
             return _commit(repo, name)
         if is_offline():
-            raise _not_here(repo, self.said)
-        return _ask(repo, self.said)
+            raise _not_here(repo, self.name)
+        return _ask(repo, self.name)
 
 
 class HubCommit:
@@ -155,7 +155,7 @@ class HubCommit:
         return f"{'/'.join(filter(None, (self.repo.repo, above)))} has {some(sorted(folders[above]))}"
 
     def lacks(self, folder: str) -> str:
-        """Which files of a folder the cache lacks when only that is read: a tokenizer, which no one would miss."""
+        """Names the files of a folder that an offline cache lacks, such as a tokenizer; "" where there are none."""
         below = f"{folder}/" if folder else ""
         names = sorted(n for n in self._absent or () if n.startswith(below) and "/" not in n[len(below) :])
         names = [n for n in names if n[len(below) :] not in _ABOUT]
@@ -176,17 +176,17 @@ class HubCommit:
         return here
 
 
-def _ask(repo: HubRepo, said: str) -> HubCommit:
+def _ask(repo: HubRepo, revision: str) -> HubCommit:
     """The commit that a revision is on the Hub, with its files."""
-    url = f"{repo.hub}/api/models/{repo.repo}/revision/{quote(said or 'main', safe='')}?blobs=true"
-    answer = repo.ask("GET", url, said)
+    url = f"{repo.hub}/api/models/{repo.repo}/revision/{quote(revision or 'main', safe='')}?blobs=true"
+    answer = repo.ask("GET", url, revision)
     try:
         found: Any = answer.json()
     except HttpError:
         found = None
     name = found.get("sha") if isinstance(found, dict) else None
-    if not isinstance(name, str) or not COMMIT.fullmatch(name) or (COMMIT.fullmatch(said) and name != said):
-        raise repo.not_the_hub(answer, said)
+    if not isinstance(name, str) or not COMMIT.fullmatch(name) or (COMMIT.fullmatch(revision) and name != revision):
+        raise repo.not_the_hub(answer, revision)
     commit = _commit(repo, name)
     try:
         entries = found["siblings"]
@@ -204,7 +204,7 @@ def _ask(repo: HubRepo, said: str) -> HubCommit:
 
 
 def _listed(entry: Mapping[str, Any]) -> HubFileInfo:
-    """Git's own size and hash are those of the pointer, where there is one: what is said of the file counts."""
+    """Of a large file the size and hash are under ``lfs``: git's own are those of the pointer."""
     if lfs := entry.get("lfs"):
         return HubFileInfo.of(lfs["size"], lfs["sha256"], large=True)
     return HubFileInfo.of(entry["size"], entry["blobId"])
@@ -223,7 +223,7 @@ class _SignedUrl(NamedTuple):
 
     url: str
     etag: list[str]
-    """The name that the storage itself has for the file, as soon as it has said so."""
+    """The storage's own ETag, as soon as an answer has had it."""
 
 
 class HubFile:
@@ -303,7 +303,7 @@ class HubFile:
         return AccessError(f"the Hub's storage cannot be read: {e.strerror}", where=where, hint=hint)
 
     def _locate(self, stale: _SignedUrl | None) -> _SignedUrl:
-        """Where the file is; asked for again if it is where it was."""
+        """The URL of the bytes; a new one if it is ``stale``."""
         with self.lock:
             if self._signed is None or self._signed is stale:
                 self._signed = self._resolve()
@@ -379,9 +379,9 @@ def _keep(key: tuple[str, ...], data: bytes) -> None:
             del _small[next(iter(_small))]
 
 
-def revision(repo: str, said: str) -> HubRevision:
+def revision(repo: str, name: str) -> HubRevision:
     """A revision of a repository; the same one for the same names."""
-    key = HubRepo(repo, endpoint(), cache_home()), said
+    key = HubRepo(repo, endpoint(), cache_home()), name
     with _lock:
         return _revisions.setdefault(key, _revisions.get(key) or HubRevision(*key))
 

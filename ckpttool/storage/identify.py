@@ -1,4 +1,4 @@
-"""What is no checkpoint that ckpttool reads, but is often given: recognised, so that the error can say the way out.
+"""Recognises files and directories that are often given and not read, so that the error can say what to do.
 
 ``identify`` looks at the first bytes of a file whose name promises something else: what a download left when it failed,
 or another format under a wrong name. ``foreign`` looks at the names in a directory. Neither opens anything.
@@ -91,14 +91,14 @@ _NAMES = (
 
 
 def identify(first: bytes) -> KnownUnsupported | None:
-    """What a file is that begins so; None when that is not known."""
+    """The kind of a file by its first bytes; None if unknown."""
     return next((s for pattern, s in _STARTS if re.match(pattern, first, re.IGNORECASE)), None)
 
 
 def foreign(root: Place, names: Iterable[str], folders: Collection[str]) -> KnownUnsupported | None:
-    """What a directory with these files and folders holds; None when that is not known."""
+    """The kind of a directory with these files and folders; None if unknown."""
     here = [*names, *folders]
-    for pattern, stranger in _NAMES:
+    for pattern, kind in _NAMES:
         rx = re.compile(pattern)
         found = next((n for n in here if rx.fullmatch(n)), None)
         if found is not None:
@@ -108,12 +108,12 @@ def foreign(root: Place, names: Iterable[str], folders: Collection[str]) -> Know
                 "found": shlex.quote(str(root / found)) if found in folders else found,
                 "out": re.sub(r"[^\w.-]", "-", root.name) + "-safetensors",
             }
-            return KnownUnsupported(stranger.what.format(**fields), stranger.hint.format(**fields), stranger.why)
+            return KnownUnsupported(kind.what.format(**fields), kind.hint.format(**fields), kind.why)
     return None
 
 
 def sniff(path: Place) -> str:
-    """What a file is by its first bytes: "pickle", "torch" (a zip of torch.save), "safetensors", "dense" (a
+    """The kind of a file by its first bytes: "pickle", "torch" (a zip of torch.save), "safetensors", "dense" (a
     stream of Paddle's DenseTensor) or "".
 
     Raises IncompleteError or CorruptError for a file that cannot be read.

@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.core.files import DataFile, Place
 
 MAX_BYTES = 100_000_000
-"""What a safetensors header may have, too: the index of a million tensors."""
+"""The limit of a safetensors header, too: the index of a million tensors."""
 MAX_CONFIG = 8_000_000
 """Bytes of a config; the largest known, with 22,000 names of classes, has 2 MB."""
 MAX_VALUES = 8_000_000
@@ -39,7 +39,7 @@ def load_json(place: Place) -> Any:
 def parse_json(data: bytes, most: int = 0) -> Any:
     """The value of a JSON text of ``most`` bytes, by default MAX_BYTES.
 
-    Raises TooLargeError beyond the limits, and ValueError, in words, for what is no JSON. Python's own limit is 4,300
+    Raises TooLargeError beyond the limits, and ValueError, in words, for what is not JSON. Python's own limit is 4,300
     digits for a whole number.
     """
     if len(data) > (most or MAX_BYTES):
@@ -49,7 +49,7 @@ def parse_json(data: bytes, most: int = 0) -> Any:
     try:
         value = json.loads(data)
     except UnicodeDecodeError:
-        raise ValueError("it is no UTF-8 text") from None
+        raise ValueError("it is not UTF-8 text") from None
     except json.JSONDecodeError:
         raise
     except (RecursionError, ValueError) as e:

@@ -1,4 +1,4 @@
-"""Where the bytes of a source are, and what identifies them.
+"""Places of sources: paths of this machine and addresses of others.
 
 A place on this machine is a ``Path``. Bytes elsewhere are an addition: a class with what ``Remote`` asks for, in a
 module with ``parse``, and its scheme in ``SCHEMES``.
@@ -52,16 +52,16 @@ SCHEMES: dict[str, Callable[[str], Remote]] = {
     **dict.fromkeys(("s3", "gs", "az"), _module("objects")),
     **dict.fromkeys(("https", "http"), _module("web")),
 }
-"""How a text that begins with a scheme, a colon and a slash becomes a place. The text of a ``Path`` has one slash where
+"""Parsers of texts that begin with a scheme, a colon and a slash. The text of a ``Path`` has one slash where
 people write two."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+]+):/")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/@]*@)?([^?#]*)")
 """Scheme, user and password, and what may be shown."""
 _UNCUT = re.compile(r"([A-Za-z0-9]+):/?(?!/)([^/@]*@)?([^?#]*)")
-"""As ``_URL``, without two slashes."""
+"""``_URL`` without two slashes."""
 _OTHERS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "huggingface": "hf", "hub": "hf"}
-"""What other tools call a scheme."""
+"""Other tools' names for a scheme."""
 _SENT = SCHEMES.keys() - {"tar"}
 _AZURE = ("abfs", "abfss", "adl", "azure", "wasb", "wasbs")
 
@@ -104,7 +104,7 @@ def scheme_of(text: str) -> str:
 
 
 def scan(place: Place) -> Iterator[Entry]:
-    """What a directory holds, in no order. Raises OSError."""
+    """The entries of a directory, in no order. Raises OSError."""
     if not isinstance(place, Path):
         yield from place.scan()
         return
@@ -126,7 +126,7 @@ def walk(place: Place) -> Iterator[str]:
             yield from (f"{e.name}/{n}" for n in walk(place / e.name))
 
 
-class Held(NamedTuple):
+class FileInFolder(NamedTuple):
     """A file in a directory, or further down."""
 
     name: str
@@ -136,7 +136,7 @@ class Held(NamedTuple):
     """Seconds since 1970 at which it was changed last; None where that is not known."""
 
 
-def held_in(place: Place) -> list[Held]:
+def files_in(place: Place) -> list[FileInFolder]:
     """The files in a directory and below, or the file itself. Without what has gone meanwhile."""
     names = [""] if place.is_file() else sorted(walk(place))
     out = []
@@ -145,9 +145,9 @@ def held_in(place: Place) -> list[Held]:
         try:
             if isinstance(at, Path):
                 stat = at.stat()
-                out.append(Held(name, stat.st_size, stat.st_mtime))
+                out.append(FileInFolder(name, stat.st_size, stat.st_mtime))
             else:
-                out.append(Held(name, at.identity()[0], None))
+                out.append(FileInFolder(name, at.identity()[0], None))
         except OSError:
             continue
     return out
@@ -173,7 +173,7 @@ def local_path(place: Place) -> Path:
 
 
 def number(place: Place) -> tuple[int, int]:
-    """Which file or directory has this name: ``--force`` of another run gives it to a new one."""
+    """Device and inode of a path, which change when ``--force`` of another run replaces it; zeros elsewhere."""
     try:
         stat = place.stat() if isinstance(place, Path) else None
     except OSError:
@@ -203,7 +203,7 @@ def open_local(path: Path) -> OpenFile:
 def ahead(file: OpenFile) -> OpenFile:
     """A file on another machine, of which small reads are answered from memory; as it is when it lies on this one."""
     place = file.info.place
-    return file if isinstance(place, Path) or place.on_disk() else _Ahead(file)
+    return file if isinstance(place, Path) or place.on_disk() else _ReadAhead(file)
 
 
 @contextmanager
@@ -236,12 +236,12 @@ def read_all(place: Place) -> bytes:
 
 def expect(file: OpenFile, places: Iterable[int]) -> None:
     """Say where small reads of a file will begin, in any order. One on another machine asks for them at once."""
-    if isinstance(file, _Ahead):
+    if isinstance(file, _ReadAhead):
         file.expect(places)
 
 
 def read_each(read: Callable[..., T], places: Sequence[Place], *more: Iterable[object]) -> Iterator[T]:
-    """What a function reads of each of several files, in order. Those on other machines are read several at a time.
+    """Calls a function for each of several files, in order. Those on other machines are read several at a time.
 
     ``more`` are further arguments, one for each file.
     """
@@ -258,7 +258,7 @@ def is_here(place: Place) -> bool:
         return False
 
 
-class _Ahead:
+class _ReadAhead:
     __slots__ = ("_file", "_windows", "info")
 
     def __init__(self, file: OpenFile) -> None:
@@ -279,13 +279,13 @@ class _Ahead:
         self._windows.expect(places)
 
     def map(self) -> Mapped:
-        return _FarBytes(self)
+        return _RemoteBytes(self)
 
     def close(self) -> None:
         self._file.close()
 
 
-class _FarBytes:
+class _RemoteBytes:
     """The bytes of a file on another machine, of which a window is here."""
 
     __slots__ = ("_begin", "_file", "_window")

@@ -1,4 +1,4 @@
-"""What Linux can do and other systems may not, each with what stands in for it there.
+"""System calls that Linux has and other systems may lack, each with a substitute.
 
 Everything is looked up when it is called, so a test can take it away. Nothing here decides between right and wrong
 bytes: without these calls a run is slower, or sees a full disk later.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE)
-"""How systems and filesystems say that they cannot."""
+"""Error numbers of an operation that a system or filesystem does not support."""
 
 _RWF_DONTCACHE = 0x80
 """Linux 6.14: pages that this call brings into the page cache leave it again; Python has no name for it yet."""
@@ -77,13 +77,13 @@ def beside(path: Path, before: str = "", after: str = "") -> Path:
 
 
 def cores() -> int:
-    """How many processors this process may use."""
+    """The number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def descriptors() -> int | None:
-    """How many descriptors are open in this process; None where the system does not say."""
+    """The number of open descriptors of this process; None where the system does not say."""
     for listed in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             return sum(1 for _ in Path(listed).iterdir())
@@ -158,7 +158,7 @@ def can_sync_range() -> bool:
 
 
 def sync_range(fd: int, offset: int, nbytes: int, flags: int) -> bool:
-    """``sync_file_range``; False where the filesystem cannot. Raises OSError: what fails here is not said again."""
+    """``sync_file_range``; False where the filesystem cannot. Raises OSError: a failure is reported only once."""
     import ctypes
 
     if not libc().sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes), ctypes.c_uint(flags)):
@@ -257,7 +257,7 @@ def keep_freed(nbytes: int) -> None:
 
 
 def this_boot() -> str:
-    """What no other machine, no other boot and no other container has; "" where the system does not say."""
+    """A text that identifies machine, boot and container; "" where the system does not say."""
     import ctypes
 
     try:

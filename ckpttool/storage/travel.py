@@ -1,4 +1,4 @@
-"""Files as other machines are told of them: by texts that mean the same there."""
+"""Files in jobs for other machines: as texts that name the same files there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.storage.place import parse_place
 
 
 class SentFiles(tuple[DataFile, ...]):
-    """Files that know how to be pickled: as texts, from which the other machine makes places of its own.
+    """Files that are pickled as texts, from which the other machine makes places of its own.
 
     Credentials stay where they are: each machine has its own. Pickling raises UsageError for a file that only a signed
     URL leads to.
@@ -23,11 +23,11 @@ class SentFiles(tuple[DataFile, ...]):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Callable[..., SentFiles], tuple[Any, ...]]:
-        return _arrived, ([(text_of(f.place), f.size, f.tag, _elsewhere(f.encoding)) for f in self],)
+        return _unpickled, ([(text_of(f.place), f.size, f.tag, _elsewhere(f.encoding)) for f in self],)
 
 
-def _arrived(said: Iterable[tuple[str, int, str, Encoding | None]]) -> SentFiles:
-    return SentFiles([DataFile(parse_place(text), *more) for text, *more in said])  # type: ignore[arg-type]
+def _unpickled(files: Iterable[tuple[str, int, str, Encoding | None]]) -> SentFiles:
+    return SentFiles([DataFile(parse_place(text), *more) for text, *more in files])  # type: ignore[arg-type]
 
 
 def text_of(place: AnyPlace) -> str:

@@ -167,7 +167,7 @@ def test_what_is_no_language_model_keeps_its_names(tmp_path: Path) -> None:
         ("- 1", "is not a YAML mapping"),
         ("[" * 600, "it is nested too deep"),
         ("a: &a {b: 1}\nc: {<<: *a}", "merge keys"),
-        ("a: " + "x" * (1 << 20), "this is no configuration"),
+        ("a: " + "x" * (1 << 20), "this is not a configuration"),
     ],
 )
 def test_a_broken_configuration_is_one_error(text: str, words: str, tmp_path: Path) -> None:

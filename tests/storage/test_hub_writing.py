@@ -98,7 +98,7 @@ def test_a_pull_request_leaves_the_branch(hub: Hub) -> None:
     assert "hf://org/new@refs/pr/1: hf" in said
     assert set(held_files(hub)) == {"old.bin"}
     assert set(held_files(hub, revision="refs/pr/1")) == {"model.safetensors", "config.json"}
-    assert "no such repository" in refused("hf://org/other", "--create-pr")
+    assert "needs an existing repository" in refused("hf://org/other", "--create-pr")
 
 
 def test_a_branch_is_made(hub: Hub) -> None:

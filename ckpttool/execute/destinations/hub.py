@@ -47,7 +47,7 @@ STAYS = (".gitattributes", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
 
 
 def destination(dst: HubPlace, options: RunOptions) -> HubDestination:
-    """The destination that ``hf://org/model[@branch][/folder]`` is."""
+    """The destination ``hf://org/model[@branch][/folder]``."""
     return HubDestination(dst, options)
 
 
@@ -81,11 +81,11 @@ class HubDestination:
         self._base = self.branch
         """The revision that the new commit comes on top of."""
         self._tree = CommittedFiles("", {})
-        """Of the base; without a commit while there is no repository."""
+        """The files of the base; without a commit while there is no repository."""
         self._notes: list[str] = []
         self._spool = Spool(f"hf://{self.repo}@{self.branch}/{self.prefix}")
         self._paths: list[Path] = []
-        """Of the outputs, where they are made."""
+        """Where the outputs are made, by their numbers."""
         self._sender = Sender(self._upload, UPLOADS, _bytes)
         self._sent: list[CommitOperationAdd] = []
         self._known: set[Path] = set()
@@ -124,7 +124,7 @@ class HubDestination:
             return
         if not self._tree.commit and self.create_pr:
             raise OutputError(
-                "there is no such repository for a pull request",
+                "a pull request needs an existing repository",
                 where=str(self.given),
                 hint="drop --create-pr: a private repository is made",
             )
@@ -150,7 +150,7 @@ class HubDestination:
         except RevisionNotFoundError:
             if self.create_pr:
                 raise OutputError(
-                    "there is no such branch for a pull request",
+                    "a pull request needs an existing branch",
                     where=str(self.given),
                     hint="drop the branch, or drop --create-pr: the branch is made from main",
                 ) from None
@@ -328,7 +328,7 @@ class HubDestination:
         return next((ref for ref in newest[:3] if _holds(self._tree_of(ref), added)), "")
 
     def _written(self, revision: str) -> str:
-        """What to say of it: a commit, or ``refs/pr/N``."""
+        """A note on a revision that was made: a commit, or ``refs/pr/N``."""
         self.given.written(revision)
         number = revision.rpartition("/")[2]
         page = f"{endpoint()}/{self.repo}/discussions/{number}"

@@ -1,4 +1,4 @@
-"""huggingface_hub as what writes: its API with the user's token, and its errors as ours."""
+"""The API of huggingface_hub for writing: with the user's token, and with its errors as ours."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def asking(where: str) -> Iterator[None]:
 
 
 def patiently(where: str, action: Callable[[], T]) -> T:
-    """What an action returns that may be repeated. Raises as ``asking`` does."""
+    """Repeats an action that failed in passing. Raises as ``asking`` does."""
     for tried in range(TRIES):
         try:
             with asking(where):
@@ -118,7 +118,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
     if isinstance(error, OSError):
         return PassingError("the Hub cannot be reached", where=where, hint="check the network, then repeat")
     if isinstance(error, ValueError):
-        return OutputError(f"the Hub does not take it: {error}", where=where)
+        return OutputError(f"the Hub rejected the upload: {error}", where=where)
     return error
 
 

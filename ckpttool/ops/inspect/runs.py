@@ -24,7 +24,7 @@ from ckpttool.formats.runs import RunSave, TrainingRun, is_run, names_in, unwrit
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
 from ckpttool.storage.listing import WEIGHTS
-from ckpttool.storage.place import Held, held_in, parse_place, scan
+from ckpttool.storage.place import FileInFolder, files_in, parse_place, scan
 
 _BROKEN = (IncompleteError, CorruptError, ConflictError)
 """What is wrong with a checkpoint that is not complete; anything else is not known to be wrong."""
@@ -127,7 +127,7 @@ def pick(src: AnyPlace, name: str) -> Place:
 
 def _row(save: RunSave, options: OpenOptions, alike: dict[object, Row]) -> Row | None:
     """What is known of one; None when it has gone."""
-    held = held_in(save.place)
+    held = files_in(save.place)
     if not held and not save.place.exists():
         return None
     times = [h.time for h in held if h.time is not None]
@@ -156,7 +156,7 @@ def _without_files(row: Row, place: Place) -> Row:
     return replace(row, complete=False, why="it is empty")
 
 
-def _form(save: RunSave, held: Iterable[Held]) -> object:
+def _form(save: RunSave, held: Iterable[FileInFolder]) -> object:
     """Equal for checkpoints of one run that have the same files, those with tensors or indexes in the same sizes."""
     step = str(save.step)
     sized = (*WEIGHTS, ".metadata", ".index.json")
