@@ -486,6 +486,18 @@ def test_bytes_that_come_later_are_not_the_next_answer(server: WebServer, client
     assert server.connections == 2
 
 
+def test_the_answer_behind_an_interim_one_is_not_the_next_one(server: WebServer, client: Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+        time.sleep(0.05)
+        yield b"HTTP/1.1 206 ok\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n\r\nABCDEFGHIJ"
+
+    server.on("/small", lambda *_: Reply(0, [], pieces()), times=3)
+    with pytest.raises(HttpError, match="103"):
+        get(client, f"{server.url}/small", 0, 10)
+    assert get(client, f"{server.url}/small", 0, 10) == b"0123456789"
+
+
 @pytest.mark.parametrize("said", ["", "close"])
 def test_a_connection_that_was_closed_while_idle_costs_nothing(
     server: WebServer, client: Client, clock: Fast, said: str
