@@ -7,8 +7,8 @@ Only headers are read to list it: 512 bytes before those of each member, and wha
 large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extended Header"), and the manual of GNU tar
 ("Basic Tar Format"). Python's tarfile, which packs a ``.nemo``, writes the first since 3.8 and the second before.
 
-``tarfile`` reads each header here. The way from one to the next is our own: tarfile's takes a damaged header for the end,
-follows sizes below zero, and accepts descriptions that contradict themselves.
+``tarfile`` reads each header here. The way from one to the next is our own: tarfile's takes a damaged header for the
+end, follows sizes below zero, and accepts descriptions that contradict themselves.
 """
 
 from __future__ import annotations
