@@ -327,6 +327,7 @@ class Connections:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[tuple[Host, str | None, Collection[str] | None], HTTPConnectionPool] = {}
+        self._proxies: dict[Host, str | None] = {}
         self._open: weakref.WeakSet[_CheckedConnection] = weakref.WeakSet()
         self._near: dict[tuple[str, int], str] = {}
         self._is_v6: dict[tuple[str, int], bool] = {}
@@ -351,7 +352,9 @@ class Connections:
         OSError, with AddressError where there is no other address, and HTTPException for what is not HTTP.
         """
         host, target = split(url)
-        proxy = proxy_for(host)
+        if host not in self._proxies:
+            self._proxies[host] = proxy_for(host)  # goes through the whole environment
+        proxy = self._proxies[host]
         if proxy and allowed is not None:  # the proxy looks the name up; what this machine knows is all there is
             _check(host.name, self._look_up(host) - {*allowed})
         pool = self._pool(host, proxy, allowed, keep=repeat)

@@ -17,7 +17,7 @@ import pytest
 
 from ckpttool.storage import access
 from ckpttool.storage.http import ChangedError, Client, Clock, HttpError, RefusedRedirectError, shown
-from ckpttool.storage.network import nearness, split
+from ckpttool.storage.network import nearness, proxy_for, split
 from tests.helpers.web_server import Asked, Fault, Reply, WebServer, cut, raw, redirect, reset, status, web_server
 
 DATA = random.Random(1).randbytes(3 << 20)  # noqa: S311 - not for secrets
@@ -734,6 +734,24 @@ def test_a_proxy_of_the_environment_is_asked(
     with pytest.raises(HttpError, match=r"proxy of the environment is not http://HOST:PORT: socks5://h:1") as e:
         client.request("GET", "http://others.example/f")
     assert SECRET not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "expected"),
+    [
+        ("http://10.1.2.3/", "10.0.0.0/8", None),
+        ("http://11.1.2.3/", "10.0.0.0/8", "http://p:1"),
+        ("http://[::1]:8/", "[::1]", None),
+        ("http://[::1]:8/", "::1", None),
+        ("http://a.example.com/", ".example.com", None),
+        ("http://a.example.com/", "*", None),
+        ("http://example.org/", "example.com, 10.0.0.0/8", "http://p:1"),
+    ],
+)
+def test_no_proxy(url: str, no_proxy: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "p:1")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    assert proxy_for(split(url)[0]) == expected
 
 
 def test_a_proxy_that_refuses_a_tunnel(server: WebServer, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
