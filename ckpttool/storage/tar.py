@@ -101,7 +101,7 @@ class TarPlace(NamedTuple):
             except BaseException:
                 inside.close()
                 raise
-            return _Within(DataFile(self, size, inside.info.tag), inside, begin)
+            return _TarMember(DataFile(self, size, inside.info.tag), inside, begin)
         begin, size = self.span()
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
         return OnDisk(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
@@ -124,7 +124,7 @@ class TarPlace(NamedTuple):
             raise OSError(*kind, str(self))
         return tar.files[self.at]
 
-    def _tar(self, now: DataFile | None = None) -> _Tar:
+    def _tar(self, now: DataFile | None = None) -> _TarContents:
         """What is in the tar; ``now`` is the tar as it is."""
         if not isinstance(self.archive, Path):
             archive = now or _known.get(self.archive) or DataFile.at(self.archive)
@@ -167,7 +167,7 @@ def parse(text: str) -> TarPlace:
     return TarPlace(parse_place(text[:end]), text[end + 1 :].strip("/"))
 
 
-class _Within(NamedTuple):
+class _TarMember(NamedTuple):
     """A file in another one, which is open."""
 
     info: DataFile
@@ -191,7 +191,7 @@ class _Within(NamedTuple):
 # -- the headers
 
 
-class _Tar(NamedTuple):
+class _TarContents(NamedTuple):
     files: Mapping[str, tuple[int, int]]
     """Name -> (first byte, bytes)."""
     folders: Mapping[str, list[str]]
@@ -199,16 +199,16 @@ class _Tar(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _read(archive: Place, _size: int, _tag: str) -> _Tar:
+def _read(archive: Place, _size: int, _tag: str) -> _TarContents:
     """The members of a tar. Raises IncompleteError for one that is cut off, CorruptError for one that contradicts
     itself or has names that lead out of it, ConflictError for two members of one name, UnsupportedError for what is
     not a plain tar.
     """
     with readable(archive, "a tar"), open_file(archive) as file:
-        return _Reader(archive, file).read()
+        return _TarHeaderReader(archive, file).read()
 
 
-class _Reader:
+class _TarHeaderReader:
     def __init__(self, archive: Place, file: OpenFile) -> None:
         self.archive, self.file = archive, file
         self.files: dict[str, tuple[int, int]] = {}
@@ -235,7 +235,7 @@ class _Reader:
             finding="truncated",
         )
 
-    def read(self) -> _Tar:
+    def read(self) -> _TarContents:
         head = self.pread(min(BLOCK, self.file.info.size), 0)
         if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
             self.refuse("the tar is compressed, so that nothing in it can be read where it lies")
@@ -265,7 +265,7 @@ class _Reader:
             at += size + -size % BLOCK
         else:
             self.cut_off(at + BLOCK)  # two blocks of zeros end every tar
-        return _Tar(self.files, self.folders)
+        return _TarContents(self.files, self.folders)
 
     def size(self, member: tarfile.TarInfo, said: Mapping[str, str]) -> int:
         if "size" in said and not (said["size"].isdecimal() and len(said["size"]) <= 19):
