@@ -402,6 +402,8 @@ def using(other: Client) -> Iterator[Client]:
 def _received(call: _Call, response: Any, url: str) -> Answer:
     """Read an answer. Raises ``_OddError``, ``_ShortError``, ChangedError, and what reading raises."""
     headers, status = response.headers, response.status
+    if status < 200:  # the answer comes behind it, and must not be that of the next request
+        raise _OddError(f"answers {status}, and not with a final status")
     length = _length(headers)
     if call.into is not None and status in (200, 206):
         return _range(call, response, length, url)

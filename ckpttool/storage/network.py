@@ -326,7 +326,8 @@ class Connections:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._managers: dict[tuple[str, str | None, Collection[str] | None], PoolManager] = {}
+        self._pools: dict[tuple[Host, str | None, Collection[str] | None], HTTPConnectionPool] = {}
+        self._proxies: dict[Host, str | None] = {}
         self._open: weakref.WeakSet[_CheckedConnection] = weakref.WeakSet()
         self._near: dict[tuple[str, int], str] = {}
         self._is_v6: dict[tuple[str, int], bool] = {}
@@ -351,11 +352,12 @@ class Connections:
         OSError, with AddressError where there is no other address, and HTTPException for what is not HTTP.
         """
         host, target = split(url)
-        proxy = proxy_for(host)
+        if host not in self._proxies:
+            self._proxies[host] = proxy_for(host)  # goes through the whole environment
+        proxy = self._proxies[host]
         if proxy and allowed is not None:  # the proxy looks the name up; what this machine knows is all there is
             _check(host.name, self._look_up(host) - {*allowed})
-        manager = self._manager(host.scheme, proxy, allowed, keep=repeat)
-        pool = manager.connection_from_host(host.bracketed, host.port, host.scheme)
+        pool = self._pool(host, proxy, allowed, keep=repeat)
         response = None
         while response is None:
             try:
@@ -435,27 +437,30 @@ class Connections:
 
     def forget(self) -> None:
         """In a child after a fork: the connections are its parent's, and locks may be held by threads that are not."""
-        self._inherited += [self._managers, self._open]
+        self._inherited += [self._pools, self._open]
         for conn in list(self._open):
             if conn.sock is not None and (fd := conn.sock.detach()) >= 0:
                 os.close(fd)
         self._begin()
 
-    def _manager(self, scheme: str, proxy: str | None, allowed: Collection[str] | None, *, keep: bool) -> PoolManager:
-        key = (scheme, proxy, allowed if allowed is None else frozenset(allowed))
+    def _pool(
+        self, host: Host, proxy: str | None, allowed: Collection[str] | None, *, keep: bool
+    ) -> HTTPConnectionPool:
+        key = (host, proxy, allowed if allowed is None else frozenset(allowed))
         with self._lock:
-            if keep and key in self._managers:
-                return self._managers[key]
-            options: dict[str, Any] = {"maxsize": MAX_IDLE, "num_pools": MAX_IDLE}
-            if scheme == "https":
+            if keep and key in self._pools:
+                return self._pools[key]
+            options: dict[str, Any] = {"maxsize": MAX_IDLE}
+            if host.scheme == "https":
                 options["ssl_context"] = self._tls = self._tls or _tls()
             manager = PoolManager(**options) if proxy is None else _through(proxy, options)
             kinds: dict[str, Any] = {"http": _CheckedPool, "https": _CheckedTlsPool}
             kinds = {scheme: partial(kind, owner=self, allowed=key[2]) for scheme, kind in kinds.items()}
             manager.pool_classes_by_scheme = kinds
+            pool = manager.connection_from_host(host.bracketed, host.port, host.scheme)
             if keep:
-                self._managers[key] = manager
-            return manager
+                self._pools[key] = pool
+            return pool
 
     def _look_up(self, host: Host) -> set[str]:
         try:

@@ -15,7 +15,7 @@ from ckpttool.storage.place import ahead
 
 def stream(file: OpenFile, buffering: int = -1) -> BufferedReader:
     """The file as ``open`` gives one. Closing it closes the file. Small reads of one elsewhere are read ahead."""
-    return BufferedReader(_Stream(ahead(file)), buffering if buffering > 1 else DEFAULT_BUFFER_SIZE)
+    return BufferedReader(_FileStream(ahead(file)), buffering if buffering > 1 else DEFAULT_BUFFER_SIZE)
 
 
 def in_memory(file: OpenFile) -> mmap.mmap:
@@ -51,7 +51,7 @@ class OnDisk(NamedTuple):
         os.close(self.fd)
 
 
-class _Stream(RawIOBase):
+class _FileStream(RawIOBase):
     def __init__(self, file: OpenFile) -> None:
         super().__init__()
         self._file, self._at = file, 0

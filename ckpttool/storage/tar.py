@@ -6,6 +6,9 @@
 Only headers are read to list it: 512 bytes before those of each member, and what describes members with long names or
 large sizes. Source: POSIX.1-2017, pax ("ustar Interchange Format", "pax Extended Header"), and the manual of GNU tar
 ("Basic Tar Format"). Python's tarfile, which packs a ``.nemo``, writes the first since 3.8 and the second before.
+
+``tarfile`` reads each header here. The way from one to the next is our own: tarfile's takes a damaged header for the
+end, follows sizes below zero, and accepts descriptions that contradict themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import errno
 import mmap
 import os
 import re
+import tarfile
 from collections.abc import Iterator
 from functools import lru_cache
 from io import BufferedReader
@@ -97,7 +101,7 @@ class TarPlace(NamedTuple):
             except BaseException:
                 inside.close()
                 raise
-            return _Within(DataFile(self, size, inside.info.tag), inside, begin)
+            return _TarMember(DataFile(self, size, inside.info.tag), inside, begin)
         begin, size = self.span()
         fd = os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
         return OnDisk(DataFile(self, size, DataFile.at(self.archive, os.fstat(fd)).tag), fd, begin)
@@ -120,7 +124,7 @@ class TarPlace(NamedTuple):
             raise OSError(*kind, str(self))
         return tar.files[self.at]
 
-    def _tar(self, now: DataFile | None = None) -> _Tar:
+    def _tar(self, now: DataFile | None = None) -> _TarContents:
         """What is in the tar; ``now`` is the tar as it is."""
         if not isinstance(self.archive, Path):
             archive = now or _known.get(self.archive) or DataFile.at(self.archive)
@@ -151,7 +155,7 @@ def is_tar(place: Place) -> bool:
     """Whether a file begins as one. Raises OSError."""
     with open_file(place) as file:
         head = file.pread(BLOCK, 0)
-    return len(head) == BLOCK and any(head) and _checksum(head) == _octal(head[148:156])
+    return _header(head) is not None
 
 
 def parse(text: str) -> TarPlace:
@@ -163,7 +167,7 @@ def parse(text: str) -> TarPlace:
     return TarPlace(parse_place(text[:end]), text[end + 1 :].strip("/"))
 
 
-class _Within(NamedTuple):
+class _TarMember(NamedTuple):
     """A file in another one, which is open."""
 
     info: DataFile
@@ -187,7 +191,7 @@ class _Within(NamedTuple):
 # -- the headers
 
 
-class _Tar(NamedTuple):
+class _TarContents(NamedTuple):
     files: Mapping[str, tuple[int, int]]
     """Name -> (first byte, bytes)."""
     folders: Mapping[str, list[str]]
@@ -195,16 +199,16 @@ class _Tar(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _read(archive: Place, _size: int, _tag: str) -> _Tar:
+def _read(archive: Place, _size: int, _tag: str) -> _TarContents:
     """The members of a tar. Raises IncompleteError for one that is cut off, CorruptError for one that contradicts
     itself or has names that lead out of it, ConflictError for two members of one name, UnsupportedError for what is
     not a plain tar.
     """
     with readable(archive, "a tar"), open_file(archive) as file:
-        return _Reader(archive, file).read()
+        return _TarHeaderReader(archive, file).read()
 
 
-class _Reader:
+class _TarHeaderReader:
     def __init__(self, archive: Place, file: OpenFile) -> None:
         self.archive, self.file = archive, file
         self.files: dict[str, tuple[int, int]] = {}
@@ -231,7 +235,7 @@ class _Reader:
             finding="truncated",
         )
 
-    def read(self) -> _Tar:
+    def read(self) -> _TarContents:
         head = self.pread(min(BLOCK, self.file.info.size), 0)
         if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
             self.refuse("the tar is compressed, so that nothing in it can be read where it lies")
@@ -242,39 +246,34 @@ class _Reader:
             head = self.pread(BLOCK, at)
             if not any(head):
                 break
-            if _checksum(head) != _octal(head[148:156]):
+            member = _header(head)
+            if member is None:
                 self.corrupt("this is not a tar" if not at else f"the header of a member at byte {at:,} is damaged")
             count += 1
             if count > MAX_MEMBERS:
                 self.refuse(f"the tar has more than {MAX_MEMBERS:,} members")
-            kind, describes = head[156:157], head[156:157] in _DESCRIPTIONS
-            size = self.size(head, {} if describes else said)
+            describes = member.type in _DESCRIPTIONS
+            size = self.size(member, {} if describes else said)
             at += BLOCK
             if size > self.file.info.size - at:
                 self.cut_off(at + size)
             if describes:
-                self.describe(kind, at, size, said)
+                self.describe(member.type, at, size, said)
             else:
-                self.add(kind, self.name(head, said), at, size)
+                self.add(member.type, self.name(member, said), at, size)
                 said = {}
             at += size + -size % BLOCK
         else:
             self.cut_off(at + BLOCK)  # two blocks of zeros end every tar
-        return _Tar(self.files, self.folders)
+        return _TarContents(self.files, self.folders)
 
-    def size(self, head: bytes, said: Mapping[str, str]) -> int:
-        if "size" not in said:
-            return self.number(head[124:136])
-        if not said["size"].isdecimal() or len(said["size"]) > 19:
+    def size(self, member: tarfile.TarInfo, said: Mapping[str, str]) -> int:
+        if "size" in said and not (said["size"].isdecimal() and len(said["size"]) <= 19):
             self.corrupt("a pax header has a size that is not a number")
-        return int(said["size"])
-
-    def number(self, field: bytes) -> int:
-        """Octal digits, or base 256 where they do not suffice."""
-        found = int.from_bytes(field[1:], "big") if field[:1] == b"\x80" else _octal(field)
-        if found < 0:
+        size = int(said.get("size", member.size))
+        if size < 0:
             self.corrupt("a member has a size that is not a number")
-        return found
+        return size
 
     def describe(self, kind: bytes, at: int, size: int, said: dict[str, str]) -> None:
         """What a description says of the member after it."""
@@ -301,13 +300,10 @@ class _Reader:
             data = data[end:]
         return out
 
-    def name(self, head: bytes, said: Mapping[str, str]) -> str:
-        name = _text(head[:100].split(b"\0", 1)[0])
-        if head[257:263] == b"ustar\0" and (prefix := _text(head[345:500].split(b"\0", 1)[0])):
-            name = f"{prefix}/{name}"
+    def name(self, member: tarfile.TarInfo, said: Mapping[str, str]) -> str:
         if any(key.startswith("GNU.sparse.") for key in said):
             self.refuse("a member of the tar is sparse: it has holes that are not in the file")
-        return said.get("path", name)
+        return said.get("path", member.name)
 
     def add(self, kind: bytes, name: str, at: int, size: int) -> None:
         shown = ascii(name)[1:-1]
@@ -351,18 +347,12 @@ class _Reader:
                 self.folders["/".join(parts[:i])].append(parts[i])
 
 
-def _checksum(head: bytes) -> int:
-    """Of a header, in which that of the checksum itself counts as spaces."""
-    return sum(head[:148]) + 8 * 32 + sum(head[156:])
-
-
-def _octal(field: bytes) -> int:
-    """-1 for what is not octal."""
-    digits = field.split(b"\0", 1)[0].strip(b" ")
+def _header(head: bytes) -> tarfile.TarInfo | None:
+    """The member that a block describes; None where it is not a header."""
     try:
-        return int(digits, 8) if digits.isdigit() else 0 if not digits else -1
-    except ValueError:
-        return -1
+        return tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return None
 
 
 def _text(data: bytes) -> str:

@@ -69,7 +69,7 @@ _MOVED = {400, 401, 403, 404, 410}
 _TEXT = re.compile(r"(https?):/{1,2}(?=[^/])")
 
 
-class Found(NamedTuple):
+class WebFileState(NamedTuple):
     """A file, as it was when it was looked at."""
 
     size: int
@@ -289,7 +289,7 @@ class WebFile:
         )
 
 
-_files: dict[WebPlace, Found] = {}
+_files: dict[WebPlace, WebFileState] = {}
 """Files as they were when somebody looked last."""
 _given: set[WebPlace] = set()
 """What users named."""
@@ -327,7 +327,7 @@ def _sent(place: WebPlace) -> str:
     return place.url + (f"?{place.query}" if place.query else "")
 
 
-def _look(place: WebPlace) -> Found:
+def _look(place: WebPlace) -> WebFileState:
     """A file as it is now. Raises FileNotFoundError, AccessError, UnsupportedError."""
     try:
         return _ask(place) or _raise(_missing(place))
@@ -335,7 +335,7 @@ def _look(place: WebPlace) -> Found:
         _explain(place, e)
 
 
-def _ask(place: WebPlace) -> Found | None:
+def _ask(place: WebPlace) -> WebFileState | None:
     """A file as it is now; None for a page and other things that are no file. Raises HttpError, UnsupportedError."""
     url = _sent(place)
     if ".." in place.url.split("/"):
@@ -350,7 +350,7 @@ def _ask(place: WebPlace) -> Found | None:
         raise UnsupportedError("the server does not say how long the file is", where=str(place), hint=_DOWNLOAD)
     if not _is_data(place, answer):
         return None
-    found = Found(answer.total, answer.headers.get("ETag"), answer.headers.get("Last-Modified"), answer.url)
+    found = WebFileState(answer.total, answer.headers.get("ETag"), answer.headers.get("Last-Modified"), answer.url)
     _files[place] = found
     return found
 

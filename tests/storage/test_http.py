@@ -17,7 +17,7 @@ import pytest
 
 from ckpttool.storage import access
 from ckpttool.storage.http import ChangedError, Client, Clock, HttpError, RefusedRedirectError, shown
-from ckpttool.storage.network import nearness, split
+from ckpttool.storage.network import nearness, proxy_for, split
 from tests.helpers.web_server import Asked, Fault, Reply, WebServer, cut, raw, redirect, reset, status, web_server
 
 DATA = random.Random(1).randbytes(3 << 20)  # noqa: S311 - not for secrets
@@ -486,6 +486,18 @@ def test_bytes_that_come_later_are_not_the_next_answer(server: WebServer, client
     assert server.connections == 2
 
 
+def test_the_answer_behind_an_interim_one_is_not_the_next_one(server: WebServer, client: Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+        time.sleep(0.05)
+        yield b"HTTP/1.1 206 ok\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n\r\nABCDEFGHIJ"
+
+    server.on("/small", lambda *_: Reply(0, [], pieces()), times=3)
+    with pytest.raises(HttpError, match="103"):
+        get(client, f"{server.url}/small", 0, 10)
+    assert get(client, f"{server.url}/small", 0, 10) == b"0123456789"
+
+
 @pytest.mark.parametrize("said", ["", "close"])
 def test_a_connection_that_was_closed_while_idle_costs_nothing(
     server: WebServer, client: Client, clock: Fast, said: str
@@ -722,6 +734,24 @@ def test_a_proxy_of_the_environment_is_asked(
     with pytest.raises(HttpError, match=r"proxy of the environment is not http://HOST:PORT: socks5://h:1") as e:
         client.request("GET", "http://others.example/f")
     assert SECRET not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "expected"),
+    [
+        ("http://10.1.2.3/", "10.0.0.0/8", None),
+        ("http://11.1.2.3/", "10.0.0.0/8", "http://p:1"),
+        ("http://[::1]:8/", "[::1]", None),
+        ("http://[::1]:8/", "::1", None),
+        ("http://a.example.com/", ".example.com", None),
+        ("http://a.example.com/", "*", None),
+        ("http://example.org/", "example.com, 10.0.0.0/8", "http://p:1"),
+    ],
+)
+def test_no_proxy(url: str, no_proxy: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "p:1")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    assert proxy_for(split(url)[0]) == expected
 
 
 def test_a_proxy_that_refuses_a_tunnel(server: WebServer, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
