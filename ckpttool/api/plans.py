@@ -99,7 +99,7 @@ class Plan(ABC):
             on: let a cluster do the work: ``"ray"``, or ``"ray=HOST:PORT"``.
             part: do one part, beside processes that do the others: ``(3, 8)`` is the third of eight, counted from 1;
                 ``"auto"`` is the part that Slurm, torchrun or MPI give this process.
-            progress: True for a bar, in a terminal or a notebook; or an object that is told how far the run is.
+            progress: True for a bar, in a terminal or a notebook; or an object that hears how far the run is.
 
         Raises:
             UsageError: an option that makes no sense.

@@ -73,14 +73,20 @@ def lookup(name: str, *, where: str = "") -> DType:
         raise UnsupportedError(f"unknown dtype `{name}`", where=where or (), hint=f"known dtypes: {known}") from None
 
 
-def parse(text: str) -> DType:
-    """The entry for a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``, ``F32``."""
+def find(text: str) -> DType | None:
+    """The entry for a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``, ``F32``; None if unknown."""
     key = text.strip().lower().removeprefix("torch.").removeprefix("paddle.")
-    if key not in _BY_ALIAS:
+    return DTYPES[_BY_ALIAS[key]] if key in _BY_ALIAS else None
+
+
+def parse(text: str) -> DType:
+    """As ``find``. Raises UnsupportedError for an unknown name."""
+    found = find(text)
+    if found is None:
         raise UnsupportedError(
             f"unknown dtype `{text}`", hint="use one of " + ", ".join(sorted({d.name.lower() for d in _TABLE}))
         )
-    return DTYPES[_BY_ALIAS[key]]
+    return found
 
 
 def nbytes(dtype: str, count: int, *, where: str = "") -> int:

@@ -226,7 +226,7 @@ class Given(NamedTuple):
 
     start: int
     data: str
-    """Hexadecimal, as processes that compute are told it."""
+    """Hexadecimal, as worker processes get it."""
 
     @property
     def stop(self) -> int:

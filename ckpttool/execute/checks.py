@@ -26,24 +26,22 @@ def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> 
 
     ``first`` is the number of its first element.
     """
+    if wrong := _problem(step, carrier, first):
+        raise wrong
+
+
+def _problem(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> ConflictError | CorruptError | None:
+    """The error for what contradicts the step. Raises CorruptError for a source that cannot be read."""
     if 0 in step.shape:
-        return
-    if isinstance(step, AssertEqual):
-        _same(step, carrier, first)
-    else:
-        _padding(step, carrier)
+        return None
+    return _inequality(step, carrier, first) if isinstance(step, AssertEqual) else _padding(step, carrier)
 
 
 def agree(steps: Iterable[AssertEqual], sources: Sequence[Contents]) -> bool:
-    """Whether all of them find the same bytes."""
+    """Whether all of them find the same bytes. Raises CorruptError for a source that cannot be read."""
     with open_medium() as pool:
         carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())
-        try:
-            for step in steps:
-                check(step, carrier)
-        except (ConflictError, CorruptError):
-            return False
-    return True
+        return all(_problem(step, carrier) is None for step in steps)
 
 
 class _BlockReader:
@@ -80,7 +78,7 @@ def _bytewise(step: AssertEqual) -> AssertEqual:
     return step._replace(a=step.a._replace(strides=(1,)), b=step.b._replace(strides=(1,)), shape=(size,), dtype="U8")
 
 
-def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
+def _inequality(step: AssertEqual, carrier: Mover, done: int) -> ConflictError | CorruptError | None:
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
     size, other = itemsize(step.dtype), step.b_dtype or step.dtype
@@ -102,13 +100,14 @@ def _same(step: AssertEqual, carrier: Mover, done: int) -> None:
             place = f"differ, first at element {done + at:,}: {values[0]} and {values[1]}"
             if step.tied:
                 what = f"`{step.what}` and `{step.tied}`, which the config ties to each other, {place}"
-                raise ConflictError(what, where=where, hint=TIED_HINT)
+                return ConflictError(what, where=where, hint=TIED_HINT)
             copies = f"two copies of `{step.what}`" if other == step.dtype else f"`{step.what}` and its master weight"
-            raise CorruptError(f"{copies} {place}", where=where)
+            return CorruptError(f"{copies} {place}", where=where)
         done += prod(box.shape)
+    return None
 
 
-def _padding(step: AssertPadding, carrier: Mover) -> None:
+def _padding(step: AssertPadding, carrier: Mover) -> CorruptError | None:
     size = itemsize(step.dtype)
     read = _BlockReader(carrier, 2, size)
     zeros, copies = True, step.like is not None
@@ -122,7 +121,8 @@ def _padding(step: AssertPadding, carrier: Mover) -> None:
             copies = bool((found.reshape(-1, row.size) == row).all())
         if not zeros and not copies:
             wanted = "zeros or copies of the last row" if step.like is not None else "zeros"
-            raise CorruptError(
+            return CorruptError(
                 f"the padding of `{step.what}` holds something else than {wanted}",
                 where=f"{carrier.sources[step.src.file]} {span(_at(step.src, box.start), found.size)}",
             )
+    return None

@@ -185,7 +185,7 @@ def compare_one(
     advance: Advance = unwatched,
     stretch: Box | None = None,
 ) -> Difference | None:
-    """Compare two readers of one tensor block by block, bit for bit; ``advance`` is told the bytes of each block.
+    """Compare two readers of one tensor block by block, bit for bit; ``advance`` gets the bytes of each block.
 
     ``stretch`` is a box to which that is limited.
     """
@@ -253,7 +253,7 @@ class Comparison(NamedTuple):
         return Reads([*one.ranges, *two.ranges], one.again or two.again)
 
     def do(self, source: Catalog, other: Catalog, advance: Advance = unwatched) -> Difference | None:
-        """Read both sides and compare them; ``advance`` is told the bytes as they are compared."""
+        """Read both sides and compare them; ``advance`` gets the bytes as they are compared."""
         if self.packed:
             return _compare_raw(source, self, other, advance)
         want = self.dtype

@@ -238,13 +238,13 @@ class Checker:
         if side not in self._recomputing:
             self._recomputing[side] = self._tools(self._sides[side])
         carrier, computing, quantizing = self._recomputing[side]
-        told = 0
+        reported = 0
 
         def seen(elements: int, of: int) -> None:
-            nonlocal told
+            nonlocal reported
             now = nbytes * elements // max(of, 1)
-            self._advance(now - told)
-            told = now
+            self._advance(now - reported)
+            reported = now
 
         again = computing.run(step, (), seen) if isinstance(step, Compute) else quantizing.run(step, (), seen)
         try:
@@ -253,7 +253,7 @@ class Checker:
                     pass
         except VerifyError as e:
             return Fault(step.name, e.where)
-        self._advance(nbytes - told)
+        self._advance(nbytes - reported)
         return None
 
     def _tools(self, side: Sides) -> tuple[Mover, TensorComputer, Quantizer]:
@@ -278,7 +278,7 @@ class Verification:
     connections: int | None = None
 
     def __call__(self, written: Place, advance: Advance) -> None:
-        """Verify all of it. ``advance`` is told the bytes of ``written`` that are verified.
+        """Verify all of it. ``advance`` gets the bytes of ``written`` that are verified.
 
         Raises VerifyError naming the first tensors that differ.
         """

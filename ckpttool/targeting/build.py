@@ -243,7 +243,7 @@ def _with_states_of_both(source: Checkpoint, named: OutputTensors) -> tuple[Chec
 def _request(
     source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares, notes: list[str]
 ) -> WriteRequest:
-    """What the format is told of the output."""
+    """The request to the format's writer."""
     target = goal.target
     config, said = _config(source, goal, named)
     notes += [n for n in said if n not in notes]

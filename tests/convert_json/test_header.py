@@ -590,7 +590,7 @@ def test_a_header_that_cannot_be_put_back(file: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_header_that_cannot_be_synced(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a sync that failed may not be on disk what is on disk, so the backup stays."""
+    """After a sync that failed nobody knows what is on disk, so the backup stays."""
     before = file.read_bytes()
     path = edited(file, rename("a.weight", "c"))
     failing(monkeypatch, "fsync", {3})  # backup, directory, file

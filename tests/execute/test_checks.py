@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckpttool.core.plan import AssertEqual, AssertPadding, Block, Copy, Output, Plan, Unit
 from ckpttool.errors import CorruptError
 from ckpttool.execute import RunOptions, run, schedule
+from ckpttool.execute.checks import agree
 from tests.execute.plans import pattern, source
 
 
@@ -83,3 +84,17 @@ def test_padding(tmp_path_factory: pytest.TempPathFactory, kinds: list[str], lik
         with pytest.raises(CorruptError, match=r"padding of `model.embed_tokens.weight` holds something else") as e:
             check(directory, step, data)
     assert e.value.what.endswith("zeros or copies of the last row" if like else "than zeros")
+
+
+def test_agreement_is_an_answer_and_a_cut_off_file_is_an_error(tmp_path: Path) -> None:
+    """A source that cannot be read is not one whose blocks differ."""
+    path = tmp_path / "a"
+    path.write_bytes(b"abcdabcdxxxx")
+
+    def same(at: int) -> AssertEqual:
+        return AssertEqual(Block(0, 0, (1,)), Block(0, at, (1,)), (4,), "U8", "a")
+
+    assert agree([same(4)], [str(path)])
+    assert not agree([same(4), same(8)], [str(path)])
+    with pytest.raises(CorruptError):
+        agree([same(10)], [str(path)])

@@ -135,10 +135,10 @@ def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | N
     found = artifact.program
     _refuse_empty(found)
     stored = read_source(src, "hf", ReadOptions())
-    told = [_read_way_back(f.place) for f in stored.files]
+    ways = [_read_way_back(f.place) for f in stored.files]
     parameter_of: dict[str, str] = {}
     heads: dict[str, bytes] = {}
-    for way in told:
+    for way in ways:
         parameter_of |= way.names
         heads |= way.heads
     notes = [*(f"{p.text} ({p.id})" for p in found.problems), *stored.notes]
@@ -146,7 +146,7 @@ def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | N
     if names is not None:
         own = _set(found)
         parameter_of |= {s: p for p, structured in paddle.read_names(names).of.items() for s in structured if p in own}
-    digests = {way.digest for way in told if way.digest}
+    digests = {way.digest for way in ways if way.digest}
     if digests and digests != {_digest(program)}:
         notes.append(f"{program.name} is not the program that the tensors came from, or it has been edited")
     catalog = Catalog(list(stored.files), {})
@@ -171,9 +171,9 @@ def from_safetensors(src: Place, dst: Place, program: Place, *, names: Place | N
     try:
         paddle.refuse_others(found, tensors, str(src))
     except ConflictError as e:
-        _explain(e, found, given, told=bool(digests or parameter_of))
+        _explain(e, found, given, named=bool(digests or parameter_of))
         raise
-    native = _as_told(paddle.native_of(artifact), told, heads)
+    native = _with_own_names(paddle.native_of(artifact), ways, heads)
     file_layout = paddle.layout_program(native, tensors)
     renamed = {p: n for p, n in given.items() if p != n}
     plan = _plan(catalog, tensors, file_layout, notes, native.beside, equal)
@@ -318,9 +318,9 @@ def _text(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _as_told(native: paddle.Native, told: Sequence[_WayBack], heads: Mapping[str, bytes]) -> paddle.Native:
+def _with_own_names(native: paddle.Native, ways: Sequence[_WayBack], heads: Mapping[str, bytes]) -> paddle.Native:
     """As the tensors' files say it: unusual heads of records, and the parameter file's name where that was one."""
-    names = {way.params for way in told if way.params and way.params != paddle.params_name(Path(way.file))}
+    names = {way.params for way in ways if way.params and way.params != paddle.params_name(Path(way.file))}
     name = names.pop() if len(names) == 1 else ""
     if not name or name in [p.name for p in native.beside]:
         name = paddle.params_name(native.program.path)
@@ -330,13 +330,13 @@ def _as_told(native: paddle.Native, told: Sequence[_WayBack], heads: Mapping[str
     return native._replace(params=name, heads=fit)
 
 
-def _explain(e: CkptError, program: paddle.Program, given: Mapping[str, str], *, told: bool) -> None:
-    """Names are the commonest reason. ``told``: SRC or --names says which parameters its tensors are."""
+def _explain(e: CkptError, program: paddle.Program, given: Mapping[str, str], *, named: bool) -> None:
+    """Names are the commonest reason. ``named``: SRC or --names says which parameters its tensors are."""
     e.hint = "only values may change: names, dtypes and shapes are the program's"
     if not given.keys() <= _set(program):
         e.hint = (
             "these are the tensors of another program, or their names were changed"
-            if told
+            if named
             else "give the file that has the structured names: --names model.pdparams"
         )
 

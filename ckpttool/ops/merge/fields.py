@@ -10,9 +10,8 @@ from math import prod
 from typing import Any
 
 from ckpttool.core.catalog import Key, LogicalTensor
-from ckpttool.core.dtypes import CASTABLE, DTYPES, parse
+from ckpttool.core.dtypes import CASTABLE, DTYPES, find
 from ckpttool.core.files import Place
-from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import is_part
 from ckpttool.layout.sizes import size_spec
@@ -66,10 +65,8 @@ def with_dtypes(config: Mapping[str, Any], donor: MergeInput, tensors: Tensors) 
     def renewed(said: Any) -> Any:
         if isinstance(said, dict):
             return {part: renewed(d) for part, d in said.items()}
-        try:
-            own = parse(said.removeprefix("torch.")).name if isinstance(said, str) else ""
-        except UnsupportedError:
-            own = ""
+        known = find(said) if isinstance(said, str) else None
+        own = known.name if known is not None else ""
         if own not in CASTABLE:
             return said
         new = most.get(own, own if most[usual] == usual else most[usual])

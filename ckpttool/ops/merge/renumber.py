@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.words import some
 from ckpttool.errors import CkptError, UnsupportedError
-from ckpttool.formats.config import LAYERS, PREDICTION, is_part
+from ckpttool.formats.config import LAYERS, PREDICTION
 from ckpttool.layout.assemble import LAYER
 from ckpttool.layout.family import Family, pick_family
 from ckpttool.layout.rules import varying
 from ckpttool.layout.sizes import shown
 from ckpttool.layout.slices import EACH, NUMBERS, LayerStack, speaks_of_tower, stack_fields, stacks_of, unknown_field
 from ckpttool.ops.merge.models import Models
+from ckpttool.ops.merge.stack_count import Config, CountedStack, put_value, value_at
 from ckpttool.recipe.model import ModelRef, Recipe
 from ckpttool.recipe.resolve import Resolved
 
-Config = dict[str, Any]
 _NUMBERS = re.compile(r"[\s,]*\d{1,9}(?:[\s,]+\d{1,9})*[\s,]*")
 _STACK_PARTS = {
     "vision_config": re.compile("visi|visual|image|patch"),
@@ -160,7 +160,7 @@ def renumbered(
             hint="merge this stack whole, with `models`",
         )
     if stack is not None or (not others and family.name != "none"):
-        return _Follow(family, config, stack or "", layers, tower=tower).run()
+        return _followed(family, config, stack or "", layers, LAYERS, tower=tower)
     part, counts = _by_words(config, prefix) if others else ("", LAYERS)
     if not counts:
         raise _uncounted(prefix)
@@ -172,11 +172,24 @@ def renumbered(
     if not part and family.name != "none" and "" in stacks.values():  # these fields count the layers of that one
         raise _uncounted(prefix)
     if not part:
-        return _Follow(family, config, "", layers, counts, tower=tower).run()
+        return _followed(family, config, "", layers, counts, tower=tower)
     inner = [OutputLayer(x.config.get(part) or {}, x.number) for x in layers]
     own = next((x.config for x in inner if x.config == config[part]), config[part])
     inner = [OutputLayer(own, x.number) if x.config == own else x for x in inner]
-    return {**config, part: _Follow(pick_family("", "", own), own, "", inner, counts, tower=tower).run()}
+    return {**config, part: _followed(pick_family("", "", own), own, "", inner, counts, tower=tower)}
+
+
+def _followed(
+    family: Family,
+    config: Mapping[str, Any],
+    stack: str,
+    layers: Sequence[OutputLayer],
+    counts: Sequence[str],
+    *,
+    tower: bool,
+) -> Config:
+    least = max((x.number for x in layers), default=-1) + 1
+    return _LayerFields(CountedStack(family, config, stack, counts, least), layers, tower=tower).followed()
 
 
 def _uncounted(prefix: str, more: str = "") -> UnsupportedError:
@@ -186,138 +199,63 @@ def _uncounted(prefix: str, more: str = "") -> UnsupportedError:
     )
 
 
-class _Follow:
-    """One stack, whose fields follow."""
+class _LayerFields:
+    """The fields of one stack that speak of its layers, for an output with other layers."""
 
-    def __init__(
-        self,
-        family: Family,
-        config: Mapping[str, Any],
-        stack: str,
-        layers: Sequence[OutputLayer],
-        counts: Sequence[str] = LAYERS,
-        *,
-        tower: bool = False,
-    ) -> None:
-        """``counts``: fields that count the layers, beside those that the family names."""
-        self.family, self.stack, self.layers, self.counts, self.tower = family, stack, list(layers), counts, tower
-        self.out: Config = deepcopy(dict(config))
-        self.config = config
-        self.before = LayerStack.of(family, config, stack)
-        self.places = self._places(self.out)
-        self.sources = {
-            id(c): LayerStack.of(family, c, stack) for c in {id(x.config): x.config for x in layers}.values()
-        }
-        self.sources[id(config)] = self.before
-        self.count = self._counted()
-        self.regular = [x for x in layers if x.number < self._count_of(x.config)]
-        said = family.spec.slices
-        own = stack_fields(family, stack) if stack else said
+    def __init__(self, stack: CountedStack, layers: Sequence[OutputLayer], *, tower: bool) -> None:
+        self.stack, self.layers, self.tower = stack, list(layers), tower
+        self.family, self.config, self.before, self.count = stack.family, stack.config, stack.described, stack.count
+        self.out: Config = deepcopy(dict(stack.config))
+        self.places = stack.places(self.out)
+        configs = {id(x.config): x.config for x in layers}
+        self.sources = {key: LayerStack.of(self.family, c, stack.stack) for key, c in configs.items()}
+        self.sources[id(stack.config)] = self.before
+        self.regular = [x for x in layers if x.number < (self._from(x).count or self.count)]
+        said = self.family.spec.slices
+        own = stack_fields(self.family, stack.stack) if stack.stack else said
         self.each = {*EACH, *own.each}
-        self.from_one = {*said.from_one} if not stack else set()
+        self.from_one = {*said.from_one} if not stack.stack else set()
         self.numbers = {*NUMBERS, *own.numbers}
         self.apart = {*own.apart}
+        self.paths = self.each | self.numbers | self.from_one
         self._sized: Family | None = None
         """The family with the sizes of the output."""
 
-    def run(self) -> Config:
+    def followed(self) -> Config:
+        """The config of the output. Raises as ``renumbered``."""
         if self.layers[: len(self.regular)] != self.regular:
             raise UnsupportedError(
                 "the slices put layers of multi-token prediction before others",
                 hint="name them in the last slice, or leave them out",
             )
-        self._set_count()
-        for path in sorted(self._paths()):
+        self.stack.set(self.out, self.places, len(self.regular))
+        for path in sorted(self.paths):
             self._follow(path)
         self._refuse_unknown()
-        if not self.stack:
+        if not self.stack.stack:
             for rule in self.family.spec.slices.rules:
                 self._rule(rule)
         self._prove()
         return self.out
 
-    # -- where fields are
-
-    def _places(self, config: Mapping[str, Any]) -> list[Any]:
-        """The parts of a config that speak of the stack: those in which its layers are counted, or the family's."""
-        parts = [f.rpartition(".")[0] for f in self.before.count_fields if type(_at(self.config, f)) is int]
-        found = [p for path in dict.fromkeys(parts) if path and isinstance(p := _at(config, path), dict)]
-        if found and self.stack:
-            return found
-        places = [*found, *(p for p in self.family.spec.places(config) if not any(p is f for f in found))]
-        if self.family.name == "none" and not any(type(p.get(f)) is int for p in places for f in LAYERS):
-            places += [v for k, v in config.items() if is_part(k, v) and any(f in v for f in LAYERS)][:1]
-        return places
-
-    def _paths(self) -> set[str]:
-        return {*self.each, *self.numbers, *self.from_one}
-
-    def _counted(self) -> int:
-        count = self.before.count
-        if count is None:
-            count = next((p[f] for p in self.places for f in self.counts if type(p.get(f)) is int), None)
-        return max((x.number for x in self.layers), default=-1) + 1 if count is None else count
-
-    def _count_of(self, config: Mapping[str, Any]) -> int:
-        if config is self.config:
-            return self.count
-        return self.sources[id(config)].count or self.count
-
-    def _set_count(self) -> None:
-        """Fields that count the layers follow; what counts those of other stacks stays as it is."""
-        family, spec = self.family, self.family.spec.tensors
-        others = [s for s in ("", *(spec.stacks if spec else ())) if s != self.stack]
-        known = {s: LayerStack.of(family, self.config, s) for s in others}
-        kept = {s: d.count for s, d in known.items() if d.count}
-        shared = {f for s in kept for f in known[s].count_fields}
-        own = self.before.count_fields
-        roots = [*self.places, *([] if any(p is self.out for p in self.places) else [self.out])]
-        there = [f for f in own if f not in shared and any(type(_at(p, f)) is int for p in roots)]
-        if self.stack:
-            more: Sequence[str] = stack_fields(family, self.stack).counts
-        else:
-            more = [] if {*own} - {*LAYERS} else self.counts
-        done = False
-        for path in dict.fromkeys([*(there or own[:1]), *more]):
-            for place in roots:
-                if type(_at(place, path)) is int and _at(place, path) == self.count:
-                    _put(place, path, len(self.regular))
-                    done = True
-        if not done and own and "." not in own[0] and not self._listed_count():
-            self.places[0][own[0]] = len(self.regular)
-        for stack, count in kept.items():
-            if LayerStack.of(family, self.out, stack).count != count:
-                plain = (f for f in known[stack].count_fields if "." not in f)
-                roots[-1][next(plain, LAYERS[0])] = count
-        now = LayerStack.of(family, self.out, self.stack).count
-        if (now is not None or not done) and now != len(self.regular) and not self._listed_count():
-            raise UnsupportedError(
-                f"no field of config.json is known to count the layers, of which there are {len(self.regular)} now",
-                hint="merge this stack whole, with `models`",
-            )
-
-    def _listed_count(self) -> bool:
-        """Whether a list of kinds says how many layers there are."""
-        return any(isinstance(v, list) for f in self.before.count_fields for p in self.places if (v := _at(p, f)))
-
     # -- what follows
 
     def _follow(self, path: str) -> None:
         for i, place in enumerate(self.places):
-            value = _at(place, path)
+            value = value_at(place, path)
             if value is None or isinstance(value, bool | int | float):
                 continue
             taken = self._numbers(path, i, value) if path in self.numbers | self.from_one else None
             taken = self._each(path, i, value) if taken is None else taken
             if taken is not None:
-                _put(place, path, taken)
+                put_value(place, path, taken)
 
     def _source(self, layer: OutputLayer, path: str, place: int, default: Any) -> Any:
         """The same field of the model that a layer comes from."""
         if layer.config is self.config:
             return default
-        places = self._places(layer.config)
-        found = _at(places[place], path) if place < len(places) else None
+        places = self.stack.places(layer.config)
+        found = value_at(places[place], path) if place < len(places) else None
         if type(found) is not type(default):
             raise UnsupportedError(
                 f"config.json of another model whose layers are stacked does not have `{path}` as that of the first",
@@ -381,12 +319,12 @@ class _Follow:
             return
         for values in self._candidates(rule):
             tried = deepcopy(self.out)
-            home = self._home(self._places(tried), rule)
+            home = self._home(self.stack.places(tried), rule)
             for field, value in values.items():
-                _put(home, field, value)
+                put_value(home, field, value)
             if self._allowed(rule, tried) and self._says(tried, wanted, alone=alone):
                 self.out = tried
-                self.places = self._places(tried)
+                self.places = self.stack.places(tried)
                 return
 
     def _home(self, places: Sequence[Any], rule: Mapping[str, Any]) -> Any:
@@ -396,7 +334,11 @@ class _Follow:
         return next(having, places[0])
 
     def _from(self, layer: OutputLayer) -> LayerStack:
-        return self.before if layer.config is self.config else self.sources[id(layer.config)]
+        """The stack in the model that a layer comes from."""
+        return self.sources[id(layer.config)]
+
+    def _described(self, config: Mapping[str, Any]) -> LayerStack:
+        return LayerStack.of(self.family, config, self.stack.stack)
 
     def _allowed(self, rule: Mapping[str, int | str], config: Config) -> bool:
         condition = rule.get("if")
@@ -405,18 +347,18 @@ class _Follow:
     def _tried(self, config: Config) -> LayerStack:
         """The layers as a config describes them that has other fields than ``out``, and the same number of layers."""
         if self._sized is None:
-            self._sized = LayerStack.of(self.family, self.out, self.stack).family
+            self._sized = self._described(self.out).family
         if varying(self._sized.sizes):
-            return LayerStack.of(self.family, config, self.stack)
-        return LayerStack(self._sized, config, self.stack)
+            return self._described(config)
+        return LayerStack(self._sized, config, self.stack.stack)
 
     def _says(self, config: Config, wanted: Mapping[str, Sequence[Any]], *, alone: bool) -> bool:
         """Whether a config gives expressions the wanted values; ``alone``: without its lists."""
         configs = [config]
-        if alone and any(isinstance(p.get(path), list | str) for p in self.places for path in self._paths()):
+        if alone and any(isinstance(p.get(path), list | str) for p in self.places for path in self.paths):
             configs.append(deepcopy(config))
-            for place in self._places(configs[1]):
-                for path in self._paths() & {*place}:
+            for place in self.stack.places(configs[1]):
+                for path in self.paths & {*place}:
                     if isinstance(place[path], list | str):
                         del place[path]
         now = [self._tried(c) for c in configs]
@@ -447,7 +389,7 @@ class _Follow:
             return
         spec = self.family.spec.tensors
         stacks = ["", *(spec.stacks if spec else ())]
-        known = {*self._paths(), *self.apart, *self.before.fields, *PREDICTION}
+        known = {*self.paths, *self.apart, *self.before.fields, *PREDICTION}
         known |= {f for s in stacks for f in LayerStack(self.family, self.config, s).count_fields}
         known |= {f for rule in self.family.spec.slices.rules for f in rule}
         for place in self.places:
@@ -462,7 +404,7 @@ class _Follow:
 
     def _prove(self) -> None:
         """Raises UnsupportedError unless each layer is what it was."""
-        now = LayerStack.of(self.family, self.out, self.stack)
+        now = self._described(self.out)
         for i, layer in enumerate(self.layers):
             try:
                 changed = self._from(layer).changes(now, i, layer.number)
@@ -486,20 +428,6 @@ class _Follow:
 def _is_tower(prefix: str) -> bool:
     """Whether a stack is a vision or an audio tower, by what its names begin with."""
     return any(_STACK_PARTS[name].search(prefix) for name in _TOWERS)
-
-
-def _at(place: Any, path: str) -> Any:
-    """What stands under a name or a path; None where nothing does."""
-    for key in path.split("."):
-        place = place.get(key) if isinstance(place, Mapping) else None
-    return place
-
-
-def _put(place: Config, path: str, value: Any) -> None:
-    *parts, last = path.split(".")
-    for part in parts:
-        place = place[part]
-    place[last] = value
 
 
 def _as_numbers(value: Any) -> set[int]:
