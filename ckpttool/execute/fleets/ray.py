@@ -100,7 +100,7 @@ class RayFleet:
                 _check_connected(self._address)
             self._connected = True
             self.head = str(ray.get_runtime_context().gcs_address)
-            self._worker_class = ray.remote(_hand_class())
+            self._worker_class = ray.remote(_ray_worker_class())
         self._job = ray.put(job)
         for station in self._stations.values():
             if station.worker is not None:
@@ -342,7 +342,7 @@ def _reach(address: str) -> None:
         raise UsageError(f"no Ray cluster answers at {address}: {e}", hint=hint) from e
 
 
-def _hand_class() -> type:
+def _ray_worker_class() -> type:
     """The class of workers.
 
     A class in a function goes to the nodes as it is. A node that lacks this package or what it needs can then say so.
