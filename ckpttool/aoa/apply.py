@@ -306,7 +306,7 @@ class _Interpreter:
         s = bound.statement
         axis = self._axis(bound, sources[0])
         for view in sources[1:]:
-            _same_beside(bound, sources[0], view, axis)
+            _require_same(bound, sources[0], view, axis)
         weights = (1, 1) if s.macro == "fused_ffn" else self._heads(bound, sources, axis)
         # fused_qkv: a group is some query heads with their key and value head
         groups = s.num_key_value_groups if s.macro == "fused_qkv" else 1
@@ -403,8 +403,8 @@ def _transposed(view: DerivedTensor) -> DerivedTensor:
     return view if n < 2 else permute(view.name, view, tuple(range(n - 1, -1, -1)))
 
 
-def _same_beside(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis: int) -> None:
-    """Paddle makes a tensor of the first one's shape and leaves rows of it wrong."""
+def _require_same(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis: int) -> None:
+    """Require that two tensors can be concatenated: Paddle would make one of the first one's shape with wrong rows."""
     if other.dtype != first.dtype:
         what = f"`{first.name}` is {first.dtype} and `{other.name}` is {other.dtype}: cast one of them first"
         bound.wrong(ConflictError, what)
@@ -421,7 +421,7 @@ def _same_beside(bound: _Bound, first: DerivedTensor, other: DerivedTensor, axis
 
 def _join(bound: _Bound, parts: Sequence[DerivedTensor], axis: int) -> DerivedTensor:
     for p in parts[1:]:
-        _same_beside(bound, parts[0], p, axis)
+        _require_same(bound, parts[0], p, axis)
     return concat(bound.right[0].name, parts, axis)
 
 

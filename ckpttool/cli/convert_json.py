@@ -131,13 +131,13 @@ def _check(
     flags: ConvertFlags,
     shown: options.OutputFlags,
 ) -> None:
-    from ckpttool.formats.paddle import beside, program_of
+    from ckpttool.formats.paddle import parameter_file, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
     from ckpttool.report import convert_json as report
     from ckpttool.report.render import show
 
     repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None
-    result = check_program(fix or src, params or beside(program_of(src)), names)
+    result = check_program(fix or src, params or parameter_file(program_of(src)), names)
     with reader_may_leave():
         show(report.check_document(result, repaired), as_json=shown.json, quiet=shown.quiet)
     if not result.ok:

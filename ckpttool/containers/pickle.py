@@ -217,7 +217,7 @@ class PickleVocabulary(NamedTuple):
     calls: Mapping[tuple[str, str], Call]
     """Functions and classes by module and name."""
     records: Mapping[tuple[str, str], str] = {}
-    """Classes whose instances are made without arguments and then filled, and what their Records are called."""
+    """Classes whose instances are made without arguments and then filled, and the ``cls`` of each."""
     refuses: Callable[[Global], bool] = lambda _: True
     """Whether another name refuses the pickle. If not, it becomes an inert PickledObject wherever it is used."""
     builds: Mapping[type, Callable[[Machine, Any, Any], None]] = {}
@@ -227,7 +227,7 @@ class PickleVocabulary(NamedTuple):
     plain: frozenset[type] = frozenset()
     """Types of values that stay as they are."""
     keeps_odd: bool = False
-    """Whether what may lie beside tensors, and is neither a tensor nor plain data, becomes an inert Record: a dtype of
+    """Whether what may lie beside tensors, and is neither a tensor nor plain data, becomes an inert object: a dtype of
     numpy, an array that holds no numbers, a key that is no name, a text that is too long. Otherwise it is refused."""
 
 
@@ -442,7 +442,7 @@ class Machine:
         )
 
     def acyclic(self, v: Any, path: set[int], done: dict[int, tuple[Any, Any]]) -> Any:
-        """The value, with an inert Record where one holds what it lies in: nodes of a configuration name their parent.
+        """The value, with an inert object where one holds what it lies in: nodes of a configuration name their parent.
 
         ``path`` are the containers around it, ``done`` what became of others, with themselves: their ids stay theirs.
         """

@@ -3,7 +3,7 @@
     _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)    storage: the persistent id
     _rebuild_tensor_v3(..., dtype)                                             ('storage', FloatStorage, '0', 'cpu', 24)
 
-Classes that a trainer keeps beside its tensors (arguments, schedulers, enums) become inert Records. What runs commands
+Classes that a trainer keeps beside its tensors (arguments, schedulers, enums) become inert objects. What runs commands
 by itself is refused by name, although nothing would run here: such a file was made to harm whoever loads it elsewhere.
 Source: torch/serialization.py, torch/_utils.py and torch/_tensor.py of torch 2.13.
 """

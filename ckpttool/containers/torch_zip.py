@@ -64,7 +64,7 @@ class TorchFile:
 
     info: DataFile
     value: Any
-    """Plain values, Records, and a Tensor for every tensor."""
+    """Plain values, PickledObjects, and a TorchTensor for every tensor."""
     storages: Mapping[str, tuple[int, int]]
     """Places of the bytes of each storage: (byte offset, bytes)."""
 

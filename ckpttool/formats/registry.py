@@ -33,7 +33,7 @@ from ckpttool.formats.torch import (
     Meta,
     TorchFiles,
     Universal,
-    read_beside,
+    read_optimizer,
 )
 from ckpttool.storage.identify import foreign
 from ckpttool.storage.listing import Listing, is_index, list_source, lost
@@ -342,7 +342,7 @@ def read_source(path: Place, name: str, options: ReadOptions, *, complete: bool 
     stored = found.read(listing, options)
     stored.beside = options.beside
     if found.capabilities.optimizer_beside:
-        read_beside(stored, listing)
+        read_optimizer(stored, listing)
     stored.notes += [f"{n} is left out: it is a link out of the checkpoint, to {to}" for n, to in listing.away.items()]
     if not stored.config and stored.mesh.world > 1 and (listing.root.parent / "config.json").is_file():
         stored.notes.append("config.json is read from the parent directory")

@@ -137,7 +137,7 @@ def _here(listing: Listing, recognise: Callable[[Listing], str]) -> TrainingRun:
     if listing.single:
         return TrainingRun(listing.root, ())
     folders = listing.folders()[:_MOST]
-    links = {f: to for f in folders if (to := _beside(listing.root, f)) in folders}
+    links = {f: to for f in folders if (to := _link_target(listing.root, f)) in folders}
     own = {f: None for f in folders if f not in links and _SAVE.fullmatch(f.lstrip("."))}
     others = [f for f in folders if f not in links and f not in own and not f.startswith(".")][:_STRANGERS]
     found = []
@@ -162,7 +162,7 @@ def _files(listing: Listing, recognise: Callable[[Listing], str]) -> list[RunSav
     ]
 
 
-def _beside(root: Place, name: str) -> str:
+def _link_target(root: Place, name: str) -> str:
     """The name in the same directory to which a link leads; "" for anything else."""
     place = root / name
     if not is_link(place):

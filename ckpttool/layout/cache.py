@@ -207,7 +207,7 @@ def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool
     scope.kinds = kinds_in(scope, spec)
     if strange := next((k for k in scope.kinds if k not in _KNOWN), ""):
         raise _not_known(scope, f"{count(scope.kinds.count(strange), 'layer')} of kind `{strange}`")
-    _check_told(scope, spec)
+    _check_known(scope, spec)
     out = []
     for layer, kind in enumerate(scope.kinds):
         scope.enter(layer)
@@ -216,7 +216,7 @@ def kept_layers(family: Family, config: Mapping[str, Any], *, tp: int, fp8: bool
     return out
 
 
-def _check_told(scope: CacheScope, spec: CacheSpec) -> None:
+def _check_known(scope: CacheScope, spec: CacheSpec) -> None:
     """Raises UnsupportedError for kinds of layers, or fields of the config, of which the family says nothing."""
     if not spec.state:
         if kind := next((k for k in scope.kinds if k in _KEEP_STATE), ""):

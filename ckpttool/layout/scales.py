@@ -49,7 +49,7 @@ def weight_of(name: str, names: Collection[str]) -> str | None:
     return None
 
 
-def is_beside(name: str) -> bool:
+def is_sidecar(name: str) -> bool:
     """Numbers that mean something only beside quantised weights, activations or caches."""
     return name.endswith(_BESIDE)
 

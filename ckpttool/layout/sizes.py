@@ -174,7 +174,7 @@ class Scope(Expressions):
         lacking = name
         if spec is not None:
             lacking = spec.fields[0]
-            if wrong := self.said(spec.fields)[:1]:
+            if wrong := self.present(spec.fields)[:1]:
                 raise Refused(f"`{wrong[0][0]}` of config.json is {shown(wrong[0][1])}, which is not a size", hint=HINT)
         raise Refused(
             f"config.json lacks `{lacking}`, on which the tensors of family `{own.family}` depend",
@@ -205,13 +205,13 @@ class Scope(Expressions):
         """Whether layers lack modules that others have."""
         return any(fields.get("skip") for layers in self._exceptions for fields in layers.values())
 
-    def said(self, fields: Iterable[str]) -> list[tuple[str, Any]]:
+    def present(self, fields: Iterable[str]) -> list[tuple[str, Any]]:
         """The fields that are there and not null, with their values."""
         return [(f, v) for f in fields for v in self.values(f) if v is not None]
 
     def refuse_other_fields(self, spec: SizeSpec) -> None:
         """Raises Refused when a field that a size comes from is there and is no size."""
-        for name, value in (*self.said(spec.fields)[:1], *self.said(spec.plus)):
+        for name, value in (*self.present(spec.fields)[:1], *self.present(spec.plus)):
             if type(value) is not int:
                 raise Refused(f"`{name}` of config.json is {shown(value)}, not a whole number", hint=HINT)
 
@@ -353,7 +353,7 @@ def _put(out: dict[str, CutSize], name: str, spec: SizeSpec, scope: Scope) -> No
 
 def _value(spec: SizeSpec, scope: Scope) -> int:
     """A size, in the layer that the scope is in. Raises Refused."""
-    said = scope.said(spec.fields)
+    said = scope.present(spec.fields)
     text: int | str | None = next((n for _, n in said if type(n) is int), None)
     if text is None and said:
         raise Refused("something is said, and it is not a number: the default would be a guess")
@@ -367,7 +367,7 @@ def _value(spec: SizeSpec, scope: Scope) -> int:
         raise Refused("this expression is too deep") from None
     if type(value) is not int:
         raise Refused(f"`{text}` comes to {value!r}, which is not a size")
-    return value + sum(next((v for _, v in scope.said([f]) if type(v) is int), 0) for f in spec.plus)
+    return value + sum(next((v for _, v in scope.present([f]) if type(v) is int), 0) for f in spec.plus)
 
 
 def _layers(scope: Scope) -> int:

@@ -24,7 +24,7 @@ from ckpttool.errors import ConflictError, IncompleteError, UnsupportedError
 from ckpttool.formats.config import quantization
 from ckpttool.formats.paddle import fp8_dtype
 from ckpttool.layout.packed import find_packing
-from ckpttool.layout.scales import block_of, config_block, is_beside, weight_of
+from ckpttool.layout.scales import block_of, config_block, is_sidecar, weight_of
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 BYTES = ("U8", "I8")
@@ -117,7 +117,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
         out.weights[name] = Coded(name, shape, name, dtype)
     if out.weights:
         parts = out.parts
-        out.beside = [n for n, (_, shape) in table.items() if n not in parts and is_beside(n) and prod(shape) == 1]
+        out.beside = [n for n, (_, shape) in table.items() if n not in parts and is_sidecar(n) and prod(shape) == 1]
     return out
 
 

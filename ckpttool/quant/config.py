@@ -43,7 +43,7 @@ def with_fields(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 
-class Said(NamedTuple):
+class ConfigScheme(NamedTuple):
     """A config's statements about its weights."""
 
     scheme: Scheme | None
@@ -75,14 +75,14 @@ def without(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: without(v) if is_part(k, v) else v for k, v in config.items() if k not in QUANTIZATION}
 
 
-def said(config: Mapping[str, Any]) -> Said:
+def config_scheme(config: Mapping[str, Any]) -> ConfigScheme:
     """The recipe that a config names.
 
     Raises UnsupportedError for one that is none of ours, ConflictError for fields that are not what they should be.
     """
     quant = section(config)
     if not quant:
-        return Said(None)
+        return ConfigScheme(None)
     ignored = tuple(x for name in _IGNORED for x in _modules(quant, name))
     algo = _text(quant, "quant_algo")
     method = _text(quant, "quant_method") or algo
@@ -93,17 +93,18 @@ def said(config: Mapping[str, Any]) -> Said:
         if _text(quant, "expert_dtype") == "fp4":
             raise _unknown("fp8 with FP4 experts")
         if "weight_block_size" in quant and quant["weight_block_size"] is None:
-            return Said(scheme("tensor", method="fp8", code=code, static=static), ignored)
+            return ConfigScheme(scheme("tensor", method="fp8", code=code, static=static), ignored)
         block = _sides(quant.get("weight_block_size", [128, 128]), "weight_block_size")
-        return Said(scheme("block", method="fp8", code=code, block=block, powers=powers, static=static), ignored)
+        found = scheme("block", method="fp8", code=code, block=block, powers=powers, static=static)
+        return ConfigScheme(found, ignored)
     if method == "fbgemm_fp8":
-        return Said(scheme("channel", method="fbgemm_fp8"), ignored)
+        return ConfigScheme(scheme("channel", method="fbgemm_fp8"), ignored)
     if method == "mxfp4":
-        return Said(scheme("mxfp4"), ignored, "experts-only")
+        return ConfigScheme(scheme("mxfp4"), ignored, "experts-only")
     if method == "modelopt" or "producer" in quant:
-        return Said(_modelopt(algo or "FP8"), ignored)
+        return ConfigScheme(_modelopt(algo or "FP8"), ignored)
     if method == "compressed-tensors":
-        return Said(_compressed(quant), ignored)
+        return ConfigScheme(_compressed(quant), ignored)
     raise _unknown(method or "(no quant_method)")
 
 

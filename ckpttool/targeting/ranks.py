@@ -19,7 +19,7 @@ from ckpttool.layout.family import Family
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.partition import Partitioner
 from ckpttool.layout.rules import PartitionContext
-from ckpttool.layout.scales import is_beside, weight_of
+from ckpttool.layout.scales import is_sidecar, weight_of
 from ckpttool.layout.statements import Tie
 from ckpttool.planning.relate import DerivedTensor, EqualPair, permute, propagate_to_component
 from ckpttool.targeting.components import Component, share_of
@@ -100,7 +100,7 @@ def _output_dtype(
     def cast(name: str, dtype: str) -> str:
         if dtype in CASTABLE and any(p.search(name) for p in patterns):
             return "F32"
-        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_beside(name):
+        if not wanted or dtype not in CASTABLE or weight_of(name, names) is not None or is_sidecar(name):
             return dtype
         return dtype if name in packed else wanted
 

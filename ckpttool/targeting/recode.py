@@ -33,9 +33,9 @@ from ckpttool.quant.coded import Coded, Codes, find_codes
 from ckpttool.quant.config import (
     DTYPE_FIELDS,
     HF_QUANT,
+    config_scheme,
     hf_quant_config,
     quantization_config,
-    said,
     section,
     with_fields,
     without,
@@ -144,7 +144,7 @@ def recode(source: Checkpoint, recoding: Recoding, *, remove: Sequence[str] = ()
 def _said(config: Mapping[str, Any]) -> Scheme | None:
     """The recipe of the source as its config has it; None also where it is an unknown one: its tensors decide."""
     try:
-        found = said(config).scheme
+        found = config_scheme(config).scheme
     except UnsupportedError:
         return None
     return found

@@ -353,7 +353,7 @@ def test_numbers_of_layers_and_experts(tmp_path: Path) -> None:
         (lambda v: v.update(model={"language_model": {"encoder": {}}}), "before Megatron Core"),
         (lambda v: v.update(model0=v.pop("model"), model2={}), "chunks of the model are missing"),
         (lambda v: v.pop("model") and None, "holds no `model`"),
-        (lambda v: v.update(model=5), "no dict of tensors"),
+        (lambda v: v.update(model=5), "not a dict of tensors"),
         (lambda _: [], "holds no dict"),
     ],
 )

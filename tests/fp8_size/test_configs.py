@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
-from ckpttool.quant.config import Said, hf_quant_config, quantization_config, said
+from ckpttool.quant.config import ConfigScheme, config_scheme, hf_quant_config, quantization_config
 from ckpttool.quant.keep import Keep, Weight
 from ckpttool.quant.scheme import EDGES, METHODS, scheme
 
@@ -39,8 +39,8 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-def of(quant: Any) -> Said:
-    return said({"model_type": "llama", "quantization_config": quant})
+def of(quant: Any) -> ConfigScheme:
+    return config_scheme({"model_type": "llama", "quantization_config": quant})
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -119,7 +119,7 @@ def test_a_section_that_is_none(quant: object) -> None:
     with pytest.raises(ConflictError, match=r"`quantization_config` of config\.json is"):
         of(quant)
     with pytest.raises(ConflictError, match=r"`compression_config` of config\.json is"):
-        said({"text_config": {"compression_config": quant}})
+        config_scheme({"text_config": {"compression_config": quant}})
 
 
 def test_the_group_that_has_weights_counts() -> None:

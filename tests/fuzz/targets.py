@@ -43,7 +43,7 @@ from ckpttool.ops.inspect.answer import InspectRequest
 from ckpttool.ops.inspect.answer import inspect as look
 from ckpttool.planning.relate import rename_by_rules
 from ckpttool.quant.coded import find_codes
-from ckpttool.quant.config import said
+from ckpttool.quant.config import config_scheme
 from ckpttool.recipe.mergekit import read_mergekit
 from ckpttool.recipe.paddle import read_paddle
 from ckpttool.vocabulary.read import read_vocabulary
@@ -529,7 +529,7 @@ def _quant() -> Target:
 
     def reader(config: Mapping[str, Any]) -> None:
         try:
-            said(config)
+            config_scheme(config)
         finally:
             find_codes(held, config)
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats.base import TrainingState
-from ckpttool.formats.megatron.beside import groups_of
+from ckpttool.formats.megatron.common_state import groups_of
 from tests.fuzz.harness import watched
 from tests.helpers.torch_edit import edit
 from tests.hostile.court import SAMPLE, Court

@@ -548,7 +548,7 @@ def test_paths_count_from_here_then_from_the_recipe(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(b"\xff\xfe\xff", "no UTF-8"), (b"#" * (BYTES + 1), "at most 1 MiB"), (None, "cannot be read")],
+    [(b"\xff\xfe\xff", "not valid UTF-8"), (b"#" * (BYTES + 1), "at most 1 MiB"), (None, "cannot be read")],
     ids=["bytes", "long", "absent"],
 )
 def test_files_that_are_no_recipes(tmp_path: Path, data: bytes | None, words: str) -> None:

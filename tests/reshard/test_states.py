@@ -540,7 +540,7 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
     text = refused(run, tmp_path / "out", "--to", "dcp")
     assert "`optimizer/lm_head.weight/row_var` is [20, 1], its parameter is [20, 8]" in text
-    assert "omit it with --only model" in text
+    assert "leave it out with --only model" in text
     reshard(run, tmp_path / "out", "--to", "dcp", "--only", "model")
 
 

@@ -10,7 +10,7 @@ order.py     the order of a model's parameters in memory
 buffers.py   where parameters lie in the flat buffers of the distributed optimizer
 stages.py    which stage and which of its chunks holds a tensor
 groups.py    groups of parameters in its optimizers, and counters
-beside.py    the same, and arguments, of what is written
+common_state.py  the same, and arguments, of what is written
 run.py       which save of a run is meant
 legacy*.py   a directory for each rank (mp_rank_00): which ranks these are, their tensors, their optimizer;
              *_write.py write them

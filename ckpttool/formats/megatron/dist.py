@@ -257,7 +257,7 @@ class _DistReader:
 
     def _other_arguments(self, model: Mapping[str, DcpTensor]) -> dict[str, Any]:
         """The arguments that NeMo or Bridge keep beside a save; {} where there are none."""
-        args, where = nemo.arguments_beside(self.save.listing, self.save.beside)
+        args, where = nemo.find_arguments(self.save.listing, self.save.beside)
         if args:
             self.notes.append(f"sizes of the model are those of {where}")
             args.setdefault("padded_vocab_size", _rows(model))

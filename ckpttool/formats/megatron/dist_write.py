@@ -38,7 +38,7 @@ from ckpttool.core.words import count, some
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.formats import base
 from ckpttool.formats.megatron.args import args_of
-from ckpttool.formats.megatron.beside import common, groups_of, iteration_of, own_args
+from ckpttool.formats.megatron.common_state import common, groups_of, iteration_of, own_args
 from ckpttool.formats.megatron.dist_place import BACKEND, COMMON
 from ckpttool.formats.megatron.groups import is_expert
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE, spelled, traits

@@ -176,7 +176,7 @@ class _LegacyReader:
         self.args = self._arguments(first)
         config, notes = model_config(self.save.beside, self.args)
         flags = self.options.from_flags()
-        said = legacy_ranks.said_sizes(self.args, flags, first.info.place)
+        said = legacy_ranks.parallel_sizes(self.args, flags, first.info.place)
         if "pp" not in said and "ep" not in said and len(named[0].numbers) == 2:
             said["pp" if self._is_staged(named) else "ep"] = 1 + max(n.numbers[1] for n in named)
         etps = () if "etp" in said else _possible_etps(first, config)
@@ -330,7 +330,7 @@ class _NemoReader(_LegacyReader):
 
     def __init__(self, format_name: str, save: run.MegatronSave, options: base.ReadOptions) -> None:
         super().__init__(format_name, save, options)
-        self.args, where = nemo.arguments_beside(save.listing, save.beside)
+        self.args, where = nemo.find_arguments(save.listing, save.beside)
         if where:
             self.notes.append(f"sizes of the model are those of {where}")
 

@@ -454,7 +454,7 @@ def _members(
     Biases and what has one axis do not decay (``wd_mult`` 0) unless everything does, experts that are spread over ranks
     are apart, and with ``--decoupled-lr`` the embedding and the head are.
     """
-    keys = [tuple([_said(g, n) for n in ("wd_mult", "is_expert_parallel", "is_decoupled_lr")]) for g in groups]
+    keys = [tuple([_group_value(g, n) for n in ("wd_mult", "is_expert_parallel", "is_decoupled_lr")]) for g in groups]
     if any(k not in (None, 0, 1) for key in keys for k in key) or len(set(keys)) < len(keys):
         return None
     spread, decoupled = any(k[1] for k in keys), any(k[2] for k in keys)
@@ -495,6 +495,6 @@ def _shape(state: Any) -> tuple[int, ...] | None:
     return next((t.shape for what, t in held if what != STEP and isinstance(t, TorchTensor)), None)
 
 
-def _said(group: Mapping[str, Any], name: str) -> Any:
+def _group_value(group: Mapping[str, Any], name: str) -> Any:
     """A value of a group; NeMo puts ``pre_`` in front of the multiples."""
     return group.get(name, group.get(f"pre_{name}"))

@@ -24,8 +24,8 @@ from ckpttool.core.catalog import RankTensor
 from ckpttool.core.mesh import Coords
 from ckpttool.errors import UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.megatron.beside import groups_of
 from ckpttool.formats.megatron.buffers import offsets
+from ckpttool.formats.megatron.common_state import groups_of
 from ckpttool.formats.megatron.groups import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -87,10 +87,10 @@ def directories(folders: Collection[str]) -> list[RankDirectory]:
     ]
 
 
-def said_sizes(args: Mapping[str, Any], flags: Mapping[str, int], where: Place) -> dict[str, int]:
+def parallel_sizes(args: Mapping[str, Any], flags: Mapping[str, int], where: Place) -> dict[str, int]:
     """The parallel sizes that the arguments of a save say, else flags; without etp for a model without experts.
 
-    Raises ConflictError for sizes that are no sizes.
+    Raises ConflictError for values that are not sizes.
     """
     out = {}
     for flag, name in ARGS.items():

@@ -27,7 +27,7 @@ from ckpttool.formats import base
 from ckpttool.formats.config import EXPERTS, LAYERS, whole_number
 from ckpttool.formats.megatron import names
 from ckpttool.formats.megatron.args import args_of
-from ckpttool.formats.megatron.beside import common, iteration_of, own_args
+from ckpttool.formats.megatron.common_state import common, iteration_of, own_args
 from ckpttool.formats.megatron.legacy_optimizer_write import LegacyOptimizerWriter
 from ckpttool.formats.megatron.order import is_parameter, place
 from ckpttool.formats.megatron.run import POINTER

@@ -214,7 +214,7 @@ def arguments(listing: Listing) -> tuple[dict[str, Any], str]:
     return {}, ""
 
 
-def arguments_beside(listing: Listing, beside: Listing) -> tuple[dict[str, Any], str]:
+def find_arguments(listing: Listing, beside: Listing) -> tuple[dict[str, Any], str]:
     """The same; where a config.json in ``beside`` says all, a model that arguments do not describe is no error."""
     try:
         return arguments(listing)

@@ -72,7 +72,7 @@ def find(listing: Listing, *, is_save: bool) -> MegatronSave:
     found = chosen(listing)
     if found is None:
         raise IncompleteError(
-            f"{POINTER} names `{printable(_said(listing), 60)}`, which is not here"
+            f"{POINTER} names `{printable(_pointer_text(listing), 60)}`, which is not here"
             if POINTER in listing.names
             else "there is no save here",
             where=[str(listing.path(POINTER) if POINTER in listing.names else listing.root)],
@@ -114,11 +114,11 @@ def config_of(save: MegatronSave) -> dict[str, Any]:
 
 def _marked(listing: Listing, here: list[str]) -> str:
     """The save that the mark names; "" where it is not there."""
-    said = _said(listing)
+    said = _pointer_text(listing)
     name = f"iter_{int(said):07d}" if said.isdecimal() and said.isascii() else said
     return name if name in here else ""
 
 
-def _said(listing: Listing) -> str:
+def _pointer_text(listing: Listing) -> str:
     with open_file(listing.path(POINTER)) as f:
         return f.pread(64, 0).decode("utf-8", "replace").strip()

@@ -97,7 +97,7 @@ class Flex:
         files: list[DataFile] = []
         roots = [listing.root, *options.more]
         sources = _sources(roots, files)
-        config, meta, notes = _beside([listing, *(list_source(p) for p in options.more)])
+        config, meta, notes = _shared_files([listing, *(list_source(p) for p in options.more)])
         reader = _FlexReader(files, config, notes, raw=options.raw)
         for source in sources:
             reader.add(source)
@@ -164,7 +164,7 @@ def _has_saves(directory: Place) -> bool:
         return False
 
 
-def _beside(listings: Sequence[Listing]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _shared_files(listings: Sequence[Listing]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """config.json, model_meta.json, and a note when they lie one directory up."""
     config = shared_config(listings)
     meta = next((m for at in listings if (m := at.json("model_meta.json"))), {})

@@ -89,7 +89,7 @@ def examine(path: Place, params: Place | None = None) -> Artifact:
     a file that is named does not exist, CorruptError when one cannot be read at all.
     """
     program = _read(path)
-    found = params or beside(path)
+    found = params or parameter_file(path)
     artifact = Artifact(program, found)
     if any(p.id not in HARMLESS for p in program.problems):
         return artifact  # without the list of parameters there is nothing to compare a file with
@@ -105,7 +105,7 @@ def examine(path: Place, params: Place | None = None) -> Artifact:
     return artifact
 
 
-def beside(path: Place) -> Place | None:
+def parameter_file(path: Place) -> Place | None:
     """The parameter file of a program, when it lies where Paddle writes it."""
     name = path.name.removesuffix(LEGACY).removesuffix(".json")
     found = path.parent / (name + PARAMS)

@@ -19,7 +19,7 @@ from ckpttool.formats.torch.deepspeed import DeepSpeed
 from ckpttool.formats.torch.fsdp import Fsdp
 from ckpttool.formats.torch.meta import Meta
 from ckpttool.formats.torch.numbered import names_of
-from ckpttool.formats.torch.optimizer import read_beside
+from ckpttool.formats.torch.optimizer import read_optimizer
 from ckpttool.formats.torch.universal import Universal
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "entries_of",
     "names_of",
     "plain_value",
-    "read_beside",
+    "read_optimizer",
     "read_pickle",
     "write_metadata",
 ]

@@ -91,7 +91,7 @@ def is_plain(value: Any) -> bool:
 # -- beside a model
 
 
-def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
+def read_optimizer(stored: StoredCheckpoint, listing: Listing) -> None:
     """Add the state of the optimizer whose file lies beside a model, and what else its trainer resumes from.
 
     Where only the model's order or its form in memory can say whose state it is, ``StoredCheckpoint.unnamed`` waits
@@ -124,7 +124,7 @@ def read_beside(stored: StoredCheckpoint, listing: Listing) -> None:
 
 
 def is_trainers(name: str) -> bool:
-    """Whether a file beside a model is one that ``read_beside`` reads."""
+    """Whether a file beside a model is one that ``read_optimizer`` reads."""
     return FILE.match(name) is not None or _SCHEDULE.match(name) is not None
 
 
@@ -156,7 +156,7 @@ class Trainer(NamedTuple):
         return plain | ({path.split(".")[0] for path, _ in self.optimizers} if len(self.optimizers) == 1 else set())
 
     def add_to(self, stored: StoredCheckpoint, model: str) -> None:
-        """Add the optimizer's state to the model that was read at the path ``model``; see ``read_beside``."""
+        """Add the optimizer's state to the model that was read at the path ``model``; see ``read_optimizer``."""
         paths = [printable(path) for path, _ in self.optimizers]
         if len(paths) > 1:
             what = f"there are {len(paths)} optimizers: {some(paths)}"
@@ -229,7 +229,7 @@ class OptimizerState:
     """Names of the model's tensors that are no parameters."""
 
     def add_to(self, stored: StoredCheckpoint) -> None:
-        """Give the states to the parameters of ``stored``; see ``read_beside``."""
+        """Give the states to the parameters of ``stored``; see ``read_optimizer``."""
         try:
             groups, states = _parts(self.value, self._where)
             model = [t for t in stored.tensors if t.component == "model"]

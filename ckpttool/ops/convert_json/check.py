@@ -73,7 +73,7 @@ def repair(src: Place, out: Path, *, force: bool = False, apart: Sequence[Place 
         raise UsageError("--fix repairs PIR programs, which are JSON", where=str(out if src.suffix == ".json" else src))
     if out.exists() and is_same(out, src):
         raise UsageError("--fix writes another file, and OUT.json is the program itself", where=str(out))
-    for other in (paddle.beside(src), *apart):
+    for other in (paddle.parameter_file(src), *apart):
         if other is not None and out.exists() and other.exists() and is_same(out, other):
             raise UsageError("--fix writes a program, and OUT.json is a file that goes with it", where=str(out))
     if os.path.lexists(out) and not force:

@@ -19,7 +19,7 @@ from ckpttool.layout.scales import config_block
 from ckpttool.ops.fp8_size.coding import Coding, of_coded, of_scheme
 from ckpttool.ops.fp8_size.model import CONFIG_ALONE, SizedModel, SizedTensor
 from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
-from ckpttool.quant.config import said, section
+from ckpttool.quant.config import config_scheme, section
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
 from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
 
@@ -207,7 +207,7 @@ def _treated(model: SizedModel, recipe: str, wanted: WantedRecipe) -> Applied:
     ignored: Collection[str] = ()
     preset = wanted.preset or USUAL_PRESET
     if recipe == AS_IS:
-        chosen, ignored, habit = said(model.config)
+        chosen, ignored, habit = config_scheme(model.config)
         preset = habit or preset
     elif recipe != PLAIN:
         chosen = scheme(

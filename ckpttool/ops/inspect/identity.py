@@ -154,9 +154,9 @@ def parameters(rows: Sequence[Row], config: Mapping[str, Any]) -> Counter[str]:
 
 def _each(name: str, dtype: str, table: Table, config: Mapping[str, Any]) -> int:
     """Parameters that an element of a tensor stands for: several where codes are packed, none where it is no weight."""
-    from ckpttool.layout.scales import is_beside, weight_of
+    from ckpttool.layout.scales import is_sidecar, weight_of
 
-    if is_beside(name) or weight_of(name, table) or name.endswith(_BESIDE_CODES) or ".quant_state." in name:
+    if is_sidecar(name) or weight_of(name, table) or name.endswith(_BESIDE_CODES) or ".quant_state." in name:
         return 0
     entry = lookup(dtype)
     if entry.kind == "float" or entry.bits < 8:
