@@ -28,17 +28,17 @@ class ExaminedFile:
 
 
 class Index(NamedTuple):
-    """What an index says."""
+    """The contents of an index."""
 
     mapped: dict[str, str]
     total: float | None
-    """None where it says none, and where it is not that of the tensors in the files."""
+    """Its total_size; None where it has none, or where that is not of the tensors in the files."""
     stands_for: bool
-    """It names tensors that the stored ones stand for."""
+    """Whether it names tensors that are computed from the stored ones."""
 
 
 def parse_index(data: Mapping[str, Any], rules: IndexRules, where: Place, result: CheckResult) -> Index | None:
-    """What an index says, with findings about its form; None when it has no map that can be used."""
+    """Parse an index, with findings about its form; None when it has no usable weight_map."""
     mapped = weight_map(data)
     if mapped is None:
         result.add("index-json", f"{where.name} has no weight_map of names", where)
@@ -143,7 +143,7 @@ def counted(files: Mapping[str, Iterable[StoredTensor]], rules: IndexRules) -> l
 
 
 def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> str:
-    """What was counted instead, where that is known."""
+    """What a wrong total_size counted instead, as ` (...)`; "" where that is not known."""
     real = sum(t.nbytes for t in tensors)
 
     def of(dtypes: tuple[str, ...]) -> int:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult, Finding
 
 _BYTES = re.compile(r" \[bytes [^;]*")
-"""Where a tensor lies in a file."""
+"""The bytes of a tensor, in the place of a finding."""
 
 
 def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """The first of each kind in each file, and how many more there are; JSON has them all."""
+    """The first finding of each kind in each file, and how many more there are; JSON has them all."""
     first: dict[tuple[str, str], Finding] = {}
     more: Counter[tuple[str, str]] = Counter()
     for f in findings:
@@ -159,7 +159,7 @@ def junit(result: CheckResult) -> str:
 
 
 def _xml(text: str) -> str:
-    """Without what XML 1.0 cannot hold, in any form."""
+    """Replaces the characters that XML 1.0 cannot hold in any form."""
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -209,7 +209,7 @@ KINDS: dict[str, Callable[[CheckResult], str]] = {
 }
 
 BEGINS = {"sarif": '{\n  "$schema"', "junit": "<?xml", "gitlab": "[", "github": "::"}
-"""What every file of a kind begins with, unless it is empty."""
+"""The first characters of every file of a kind, unless it is empty."""
 
 
 def parsed(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
@@ -218,16 +218,18 @@ def parsed(asked: Sequence[str]) -> list[tuple[str, Path | None]]:
     for text in asked:
         kind, given, file = text.partition("=")
         if not kind:
-            raise UsageError(f"--findings `{text}` names no kind", hint=f"one of {', '.join(KINDS)}")
+            raise UsageError(f"--findings `{text}`: the kind is missing", hint=f"one of {', '.join(KINDS)}")
         one_of(kind, "--findings", *KINDS)
         if given and not file:
-            raise UsageError(f"--findings {text} names no file", hint=f"--findings {kind}=FILE, or {kind} for stdout")
+            raise UsageError(
+                f"--findings {text}: the file name is missing", hint=f"--findings {kind}=FILE, or {kind} for stdout"
+            )
         place = Path(file) if file not in ("", "-") else None
         if place is not None:
             refuse_others(place, "the findings", BEGINS[kind])
         out.append((kind, place))
     if sum(file is None for _, file in out) > 1:
-        raise UsageError("--findings: stdout takes one of them", hint=f"name a file: --findings {out[0][0]}=FILE")
+        raise UsageError("--findings: only one kind can go to stdout", hint=f"name a file: --findings {out[0][0]}=FILE")
     return out
 
 

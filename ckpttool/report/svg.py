@@ -32,23 +32,23 @@ from ckpttool.report.text import ranks, shape
 
 PAGE = 1040
 TALL = 1470
-"""Of a page, about as A4 has it. One block that is taller makes its page taller."""
+"""Height of a page, in the proportions of A4. A block that is taller makes its page taller."""
 FIGURE = 720
 """Width of a picture for an HTML page."""
 MARGIN = 28
 BAR = 26
 """Height of a strip."""
 IN = "in "
-"""Before what is saved of a parameter."""
+"""Precedes the components and states that are stored of a parameter."""
 SMALL = 9.5
 GLYPH = 22
 PAD = 24
 PER_ROW = 16
-"""Ranks, where they are more than have room."""
+"""Ranks in a row, where they do not fit into one."""
 MOST_ROWS = 4
 MOST_STRIPS = 8
 MOST_KINDS = 12
-"""Of a card in a figure; pages have them all."""
+"""Most kinds of a card in a figure; pages have them all."""
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 ADVANCE = 0.61
 """Width of a letter by the size of its font, of the widest of these fonts."""
@@ -124,13 +124,13 @@ def _figure(d: Drawing, title: str, caption: str, blocks: list[PictureBlock], mo
 
 
 class PictureBlock(NamedTuple):
-    """What stays together on a page."""
+    """A part of a picture that is not divided between pages."""
 
     height: float
     draw: Callable[[float], None]
-    """Called with the place of its top."""
+    """Draws it; called with the y of its top."""
     again: str = ""
-    """What it goes on with, where a page begins with it."""
+    """Heading of a page that begins with it."""
 
 
 def _nothing(_: float) -> None:
@@ -274,7 +274,7 @@ def _map(d: Drawing, layout: Layout) -> list[PictureBlock]:
             label = strip.label if row is rows[0] or not columns else ""
             out.append(PictureBlock(BAR + 3, partial(bar, d, row, frame, label)))
         if aside:
-            out[-1] = _beside(d, out[-1], said[strip.ranks], aside - 14)
+            out[-1] = _with(out[-1], partial(_beside, d, said[strip.ranks], aside - 14))
         else:
             out.append(PictureBlock(22, partial(_below, d, f"{ranks_named(strip.ranks)}: {said[strip.ranks]}")))
     return [*out, PictureBlock(14, _nothing)]
@@ -293,12 +293,18 @@ def _below(d: Drawing, said: str, y: float) -> None:
     d.text(d.margin, y + 12, said, 11, look="f", room=d.room)
 
 
-def _beside(d: Drawing, block: PictureBlock, said: str, width: float) -> PictureBlock:
+def _with(block: PictureBlock, more: Callable[[float], None]) -> PictureBlock:
+    """The block, and something else at the same height."""
+
     def draw(y: float) -> None:
         block.draw(y)
-        d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
+        more(y)
 
     return PictureBlock(block.height, draw)
+
+
+def _beside(d: Drawing, said: str, width: float, y: float) -> None:
+    d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
 
 
 def _left(d: Drawing, strips: Sequence[Strip]) -> float:
@@ -326,17 +332,11 @@ def _strips(d: Drawing, card: Card) -> list[PictureBlock]:
         noted = by_word or (bool(card.axes) and card.same_edges and last)
         block = PictureBlock(BAR + (19 if noted else 4), partial(bar, d, strip.cells, frame, strip.label, noted=noted))
         here = next((h for h in padded if set(h.padded) <= set(strip.ranks)), None)
-        block = _with_padding(d, block, here) if here else block
-        out.append(_with_glyph(d, block, card.axes[0], len(drawn[0].cells)) if aside and not out else block)
+        block = _with(block, partial(padding, d, here)) if here else block
+        if aside and not out:
+            block = _with(block, partial(_glyph, d, card.axes[0], len(drawn[0].cells)))
+        out.append(block)
     return [*out, PictureBlock(6, _nothing)]
-
-
-def _with_padding(d: Drawing, block: PictureBlock, padded: Holding) -> PictureBlock:
-    def draw(y: float) -> None:
-        block.draw(y)
-        padding(d, padded, y)
-
-    return PictureBlock(block.height, draw)
 
 
 def padding(d: Drawing, padded: Holding, y: float) -> None:
@@ -346,12 +346,8 @@ def padding(d: Drawing, padded: Holding, y: float) -> None:
     d.text(x + PAD / 2, y + BAR / 2 + 4, "pad", 10, look="fm")
 
 
-def _with_glyph(d: Drawing, block: PictureBlock, axis: int, parts: int) -> PictureBlock:
-    def draw(y: float) -> None:
-        block.draw(y)
-        d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
-
-    return PictureBlock(block.height, draw)
+def _glyph(d: Drawing, axis: int, parts: int, y: float) -> None:
+    d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
 
 
 def _more(d: Drawing, strip: Strip, tail: str, y: float) -> None:
@@ -369,7 +365,7 @@ class Frame(NamedTuple):
     named: bool = True
     """Whether cells say ``rank 3`` and not only ``3``, where there is room for it."""
     indent: float = 0.0
-    """Of the label."""
+    """Columns before the label."""
 
 
 def bar(d: Drawing, cells: Sequence[Cell], frame: Frame, label: str, y: float, *, noted: bool = False) -> None:

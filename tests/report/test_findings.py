@@ -125,9 +125,9 @@ def test_files_and_stdout(tmp_path: Path) -> None:
     ("asked", "said"),
     [
         (["sarf"], "did you mean|not one of"),
-        ([""], "names no kind"),
-        (["junit="], "names no file"),
-        (["junit", "github"], "stdout takes one"),
+        ([""], "the kind is missing"),
+        (["junit="], "the file name is missing"),
+        (["junit", "github"], "only one kind can go to stdout"),
     ],
 )
 def test_wrong_ones_are_named(asked: list[str], said: str) -> None:
