@@ -322,16 +322,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             OutputError: the file is there and is not a report, or cannot be written.
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
-        from ckpttool.ops.inspect.answer import InspectRequest, everything
+        from ckpttool.ops.inspect.views.page import PageView, Survey
+        from ckpttool.ops.inspect.views.registry import chosen, look
         from ckpttool.report.survey import check_page, write_page  # with the page, which few need
 
         page = Path(file)
-        check_page(page)
         choice = Choice(several(patterns, "patterns"))
-        asked = InspectRequest(choice, stats=stats, check=check, diff=diff, values=values, html=page, on=on)
+        view = chosen(choice, on=on, stats=stats, check=check, diff=diff, values=values, html=page)
+        check_page(cast("PageView", view))
         with watching(progress) as watch:
-            found = everything(self.path, self.options, asked, watch)
-        write_page(found, page)
+            found = cast("Survey", look(view, self.path, self.options, watch, on))
+        write_page(found)
         if found.failures:
             raise found.failures[0]
         return page

@@ -43,6 +43,6 @@ def main() -> int:
             message(e.render())
             ok = False
             continue
-        show_check(result, as_json=False, quiet=True)
+        show_check(result, quiet=True)
         ok = ok and result.ok
     return 0 if ok else 1

@@ -29,18 +29,6 @@ HEADER_SCHEMA = "ckpttool.header/1"
 # -- programs
 
 
-def program_json(program: Program) -> dict[str, Any]:
-    """A program in JSON answers, here and in inspect."""
-    return {
-        **pick(program, "kind version trainable"),
-        "operators": program.operators.total(),
-        "blocks": program.blocks,
-        "by_operator": dict(program.operators.most_common()),
-        "inputs": [pick(p, "name dtype shape") for p in program.inputs],
-        "outputs": [pick(p, "name dtype shape") for p in program.outputs],
-    }
-
-
 def program_lines(program: Program) -> list[str]:
     """A few lines for people: version, operators, what goes in and out."""
     most = [f"{n} {op}" for op, n in program.operators.most_common(_MOST)]

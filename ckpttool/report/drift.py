@@ -1,16 +1,15 @@
-"""How far two checkpoints are apart, by layer and by module: bars on a terminal, and the same numbers for programs."""
+"""How far two checkpoints are apart, by layer and by module as bars."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.meters import bar
 from ckpttool.report.tables import table
-from ckpttool.report.text import pick
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.drift import Drift, Drifted
@@ -40,19 +39,3 @@ def _show(title: str, found: Sequence[Drifted]) -> None:
     table((title, "relative", "", "changed"), rows, drop=["changed"], right=(1, 3))
     if len(rows) < len(found):
         text.write(f"and {len(found) - len(rows):,} more, the largest {found[len(rows)].relative or 0:.4g}\n")
-
-
-def drift_json(drift: Drift | None) -> dict[str, Any] | None:
-    """What JSON says of it; None where nothing differs."""
-    if drift is None:
-        return None
-    lists = {"layers": drift.layers, "modules": drift.modules}
-    return {"component": drift.component} | {
-        key: [pick(d, "name tensors changed") | {"relative": number(d.relative)} for d in found]
-        for key, found in lists.items()
-    }
-
-
-def number(value: float | None) -> float | str | None:
-    """JSON has no NaN and no infinity: they are written as text."""
-    return str(value) if value is not None and not math.isfinite(value) else value

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ckpttool.answers.fields import utc
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import text
 from ckpttool.report.tables import table, wrapped
-from ckpttool.report.text import dump, pick
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.runs import Row, RunListing
@@ -18,11 +18,8 @@ _STATES = {True: "complete", False: "incomplete", None: "unknown"}
 _COMPLETE = {True: "yes", False: "no", None: "unknown"}
 
 
-def show_run(run: RunListing, *, as_json: bool, quiet: bool = False) -> None:
+def show_run(run: RunListing, *, quiet: bool) -> None:
     """One checkpoint a line; on a terminal below it, unless ``quiet``, what is missing and where training goes on."""
-    if as_json:
-        _dump(run)
-        return
     if text.on_terminal():
         _on_terminal(run, quiet=quiet)
         return
@@ -39,7 +36,7 @@ def _fields(run: RunListing, row: Row) -> tuple[str | int, ...]:
         row.format or "-",
         row.mesh or "-",
         "yes" if row.optimizer else "no" if row.components else "-",
-        _utc(row.saved) or "-",
+        utc(row.saved) or "-",
         _COMPLETE[row.complete],
         "yes" if row.name == run.resume else "no",
         plain(row.why) or "-",
@@ -72,30 +69,3 @@ def _on_terminal(run: RunListing, *, quiet: bool) -> None:
     total = sum(r.nbytes for r in run.rows)
     lines.append(f"{plain(str(run.path))}: {count(len(run.rows), 'checkpoint')}, {short(total)}")
     text.write("\n" + wrapped("\n".join(lines)))
-
-
-def _utc(seconds: float | None) -> str | None:
-    """``2026-11-23T19:05:00Z``."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _dump(run: RunListing) -> None:
-    found = [
-        {
-            **pick(r, "name"),
-            "step": r.step,
-            **pick(r, "bytes=nbytes files format?"),
-            "mesh": None if r.world is None else r.world.to_json(),
-            "sharding": r.sharding,
-            "components": list(r.components),
-            "optimizer": r.optimizer if r.components else None,
-            "saved": _utc(r.saved),
-            "complete": r.complete,
-            "why": r.why or None,
-            "resume": r.name == run.resume,
-        }
-        for r in run.rows
-    ]
-    said = {"schema": "ckpttool.inspect/1", "view": "checkpoints", "path": str(run.path)}
-    resume = {"resume": run.resume or None, "because": run.because or None}
-    dump({**said, **resume, "notes": run.notes, "checkpoints": found}, entries=len(found))

@@ -55,7 +55,7 @@ def _joined(values: Sequence[Values]) -> list[str | int]:
     stats = [v.stats for v in values if v.stats is not None]
     low = min((s.minimum for s in stats if s.minimum is not None), default=None)
     high = max((s.maximum for s in stats if s.maximum is not None), default=None)
-    each = [None if v.stats is None else norm_of(v.stats) for v in values]
+    each = [norm_of(v.stats) for v in values]
     known = [n for n in each if n is not None]
     layers = by_layer([v.row.parameter for v in values])
     bars = spark(layers.by_row(norms(each)), COLUMNS) if len(layers.rows) > 1 else ""
@@ -64,9 +64,9 @@ def _joined(values: Sequence[Values]) -> list[str | int]:
     return [_short(low), _short(high), _short(total), bars, *counts]
 
 
-def norm_of(stats: Stats) -> float | None:
-    """The norm of a tensor's finite elements; None where there is none."""
-    if stats.mean is None or stats.std is None:
+def norm_of(stats: Stats | None) -> float | None:
+    """The L2 norm of a tensor's finite elements; None where there is none."""
+    if stats is None or stats.mean is None or stats.std is None:
         return None
     return math.sqrt(stats.elements - stats.nan - stats.inf) * math.hypot(stats.mean, stats.std)
 

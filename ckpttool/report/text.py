@@ -9,9 +9,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ckpttool.answers.fields import pick as pick  # noqa: PLC0414 - the renderers import both from here
+from ckpttool.answers.fields import shape as shape  # noqa: PLC0414
 from ckpttool.core.words import ranges, short
 from ckpttool.errors import UNSEEN, plain, unprinted
 from ckpttool.report.style import painted
@@ -67,17 +68,6 @@ def show_waiting(dst: str, run: RunResult) -> bool:
     return True
 
 
-def pick(of: object, names: str) -> dict[str, Any]:
-    """Attributes for JSON: ``name bytes=nbytes family?``, the second under another key, an empty third as null."""
-    return {key: getattr(of, name) or None if empty else getattr(of, name) for key, name, empty in _parsed(names)}
-
-
-@cache
-def _parsed(names: str) -> list[tuple[str, str, bool]]:
-    words = [(word.rstrip("?").partition("="), word.endswith("?")) for word in names.split()]
-    return [(key, name or key, empty) for (key, _, name), empty in words]
-
-
 def share_of(plan: Plan, run: RunOptions) -> dict[str, int]:
     """For JSON, what this process would do of a plan, where it does one part of it."""
     if run.member is None:
@@ -107,11 +97,6 @@ def overview(rows: Sequence[tuple[str, str]]) -> None:
         return
     for label, line in rows:
         message(f"{label or ' ' * 6:6}  {line}".rstrip())
-
-
-def shape(dims: Iterable[int]) -> str:
-    """``[4096, 11008]``."""
-    return "[" + ", ".join(map(str, dims)) + "]"
 
 
 def ranks(numbers: Sequence[int]) -> str:

@@ -19,10 +19,10 @@ from ckpttool.core.mesh import Mesh
 from ckpttool.errors import OutputError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.kernels.stats import Histogram, Stats
-from ckpttool.ops.inspect.answer import InspectRequest, everything
-from ckpttool.ops.inspect.listing import Listing, Row
-from ckpttool.ops.inspect.survey import Survey, Wish
+from ckpttool.ops.inspect.listing import Choice, Listing, Row
 from ckpttool.ops.inspect.values import Values
+from ckpttool.ops.inspect.views.page import PageView, Survey
+from ckpttool.ops.inspect.views.registry import look
 from ckpttool.report.page import render
 from ckpttool.report.survey import document
 from tests.helpers.command import Done, ckpttool
@@ -255,7 +255,7 @@ def test_nothing_is_written_for_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_plain_inspect_loads_nothing_of_it() -> None:
     code = (
         "import sys; from tests.helpers.command import ckpttool; ckpttool('inspect', 'fixtures/vllm_sharded_tp2');"
-        "print([m for m in sys.modules if m.endswith('survey') or '.page' in m])"
+        "print([m for m in sys.modules if m.endswith('report.survey') or 'report.page' in m])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -273,7 +273,9 @@ def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
 
 
 def test_documents_have_each_section_once(model: Path) -> None:
-    made = document(everything(model, OpenOptions(), InspectRequest(stats=True, html=Path("r.html"))))
+    found = look(PageView(choice=Choice(), stats=True), model, OpenOptions())
+    assert isinstance(found, Survey)
+    made = document(found)
     ids = [s["id"] for s in made["sections"]]
     assert ids == ["sizes", "norms", "extremes", "outliers", "zeros", "findings", "tensors"]
 
@@ -291,7 +293,7 @@ def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.
         bins = np.exp(-0.5 * (np.linspace(a, b, 20) / s) ** 2)
         stats = Stats(6336, a, b, float(mean), s, max(b, -a), 0, 0, int(rng.poisson(9)), None)
         values.append(Values(row, stats, Histogram((), tuple(map(int, rng.poisson(600 * bins))))))
-    found = Survey(Wish(stats=True), Path("x"), CheckResult(Path("x")))
+    found = Survey(PageView(choice=Choice(), stats=True), Path("x"), CheckResult(Path("x")))
     stored = StoredCheckpoint("hf", Path("x"), [], [], Mesh())
     found.listing = Listing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
     found.values = tuple(values)

@@ -17,7 +17,8 @@ from typing import Any
 
 from ckpttool.core.catalog import in_order
 from ckpttool.core.dtypes import lookup
-from ckpttool.errors import CkptError
+from ckpttool.core.words import count
+from ckpttool.errors import CkptError, plain
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.formats.parts import parts_of
@@ -92,6 +93,41 @@ class Identity:
     """Dtype of most parameters, or how they are quantised: ``BF16``, ``FP8, 128x128 blocks``, ``AWQ, 4 bits``."""
     components: tuple[str, ...]
     adapter: Lora | None = None
+
+    @property
+    def headline(self) -> str:
+        """``Qwen3-MoE, 12 layers, 8 experts, 1.02 B parameters, BF16, with optimizer state``."""
+        lora = self.adapter
+        parts = [self.family or "Model of no known family"]
+        if lora is not None:
+            parts = [f"{lora.kind} adapter", *([f"rank {lora.rank}"] if lora.rank else [])]
+            parts += [f"alpha {lora.alpha:g}"] if lora.alpha else []
+            parts += [f"for {lora.base or self.family}"] if lora.base or self.family else []
+            parts += ["targets " + ", ".join(lora.targets)] if lora.targets else []
+        elif "model" not in self.components and self.components:
+            parts.append(self.components[0])
+        if self.layers and lora is None:
+            parts.append(count(self.layers, "layer"))
+        if self.experts and lora is None:
+            parts.append(count(self.experts, "expert"))
+        if self.parameters is not None:
+            parts.append(f"{large(self.parameters)} parameter{'s' if self.parameters != 1 else ''}")
+        parts += [self.precision] if self.precision else []
+        beside = [BESIDE[c] for c in self.components[1:] if c in BESIDE]
+        parts += (
+            ["with " + " and ".join([", ".join(beside[:-1]), beside[-1]] if len(beside) > 1 else beside)]
+            if beside
+            else []
+        )
+        return plain(", ".join(parts))
+
+
+def large(n: int) -> str:
+    """``1.02 B``; numbers below a million as they are."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n:,}"
 
 
 def identify(listing: Listing) -> Identity:

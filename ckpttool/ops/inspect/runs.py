@@ -104,7 +104,7 @@ def is_listed(path: Place) -> bool:
     return is_run(run_at(path))
 
 
-def pick(src: AnyPlace, name: str) -> Place:
+def pick_save(src: AnyPlace, name: str) -> Place:
     """The checkpoint of a run that a name, a step or a path means. Raises UsageError for none."""
     path = parse_place(src)
     inside = path / name

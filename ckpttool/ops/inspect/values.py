@@ -71,6 +71,12 @@ class Slice:
     """As given, "" for all of it."""
     values: Array
 
+    @property
+    def printable(self) -> Array:
+        """The same values in a dtype that numpy prints by itself."""
+        data = np.asarray(self.values)
+        return data.astype(np.float32) if data.dtype.kind == "V" or data.dtype.name not in np.sctypeDict else data
+
 
 class _Found(NamedTuple):
     """What there is to know of one tensor."""

@@ -1,0 +1,55 @@
+"""``--show``: elements of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.answers.fields import finite, pick
+from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, value
+
+if TYPE_CHECKING:
+    from ckpttool.ops.inspect.values import Slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowView(View):
+    """Some elements of the tensors that it names."""
+
+    name = "show"
+    whole = True
+    show: tuple[str, ...] = value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.", tuple)
+
+    def look(self, at: Subject) -> ShowAnswer:
+        from ckpttool.ops.inspect.values import show
+
+        listing = at.tensors(stored_too=True)
+        return ShowAnswer(listing, show(listing, self.show))
+
+
+@dataclass(frozen=True)
+class ShowAnswer(ListingAnswer):
+    """Elements, in the order in which they were asked for."""
+
+    name = "show"
+    slices: Sequence[Slice]
+
+    def json(self) -> tuple[dict[str, Any], int]:
+        found = [
+            {
+                **pick(s, "name dtype shape index"),
+                "shown_shape": s.values.shape,
+                "values": _nested(s.printable.tolist()),
+            }
+            for s in self.slices
+        ]
+        return {**self.head(), "list": found}, sum(s.values.size for s in self.slices)
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nested(v) for v in value]
+    if isinstance(value, complex):
+        return [finite(value.real), finite(value.imag)]
+    return finite(value)
