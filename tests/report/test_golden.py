@@ -1,0 +1,217 @@
+"""What every command prints, byte for byte: ``golden/NAME.json`` for programs, ``golden/NAME.txt`` for people.
+
+After a change that is meant: ``UPDATE_GOLDEN=1 pytest tests/report/test_golden.py``, and read the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpttool.ops import doctor
+from ckpttool.report.page import Document
+from ckpttool.version import __version__
+from tests.helpers.command import ckpttool
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+TINY, RANKS, V3 = "fixtures/hf_tiny_source", "fixtures/llama_tp8", "fixtures/deepseek_v3"
+PROGRAMS = "fixtures/paddle_programs"
+BASE = "fixtures/merge/inputs/base"
+MODELS = [f"fixtures/merge/inputs/{name}" for name in ("ft1", "ft2")]
+CUT = "--recipe channel --tp-out 2"
+LAYER = "--filter *layers.0.*"
+CASES = {
+    "reshard": f"reshard {RANKS} out --tp-out 2 --verify --manifest",
+    "reshard-hf": f"reshard {V3} out --to hf --max-shard-size 200kB -v",
+    "reshard-quiet": f"reshard {RANKS} out --tp-out 2 -q",
+    "reshard-part": f"reshard {RANKS} out --tp-out 2 --part 1/2",
+    "reshard-dry-run": f"reshard {RANKS} out --tp-out 2 --dry-run",
+    "reshard-dry-run-quiet": f"reshard {RANKS} out --tp-out 2 --dry-run -q",
+    "reshard-dry-run-part": f"reshard {RANKS} out --tp-out 2 --dry-run --part 1/2",
+    "reshard-dequant": f"reshard {V3} out --dequant bf16 --verify",
+    "merge": f"merge {' '.join(MODELS)} -o out --base {BASE} --method ties --weights 1,0.5 --verify",
+    "merge-report": f"merge {' '.join(MODELS)} -o out --weights 1,2 --report page.html",
+    "merge-dry-run": f"merge {' '.join(MODELS)} -o out --weights 1,2 --dry-run",
+    "merge-recipe-dry-run": "merge made/recipe.yml -o out --dry-run",
+    "merge-shards": f"merge {V3} -o out",
+    "merge-methods": "merge --list-methods",
+    "fp8-cast": f"fp8-cast {TINY} out --recipe block --block 64x64 --verify",
+    "fp8-cast-to": f"fp8-cast {V3} out --to bf16",
+    "fp8-cast-dry-run": f"fp8-cast {TINY} out --recipe channel --dry-run",
+    "fp8-size": f"fp8-size {V3}",
+    "fp8-size-dtype": f"fp8-size {V3} --by dtype --unit GB",
+    "fp8-size-module": f"fp8-size {TINY} --by module --unit B",
+    "fp8-size-tensor": f"fp8-size {V3} --by tensor --check-total-size",
+    "fp8-size-serving": f"fp8-size {TINY} {CUT} --kv bf16 --tokens 32k --batch 4 --device-mem 80GB",
+    "fp8-size-misfit": f"fp8-size {TINY} --tp-out 3 --device-mem 80GB",
+    "fp8-size-small": f"fp8-size {TINY} {CUT} --kv bf16 --tokens 32k --device-mem 1MB",
+    "fp8-size-small-quiet": f"fp8-size {TINY} {CUT} --kv bf16 --tokens 32k --device-mem 1MB -q",
+    "fp8-size-train": f"fp8-size {TINY} {CUT} --train --dp 2 --fp8-transposed",
+    "drop-keys": f"drop-keys {V3} out re:layers\\.61\\. --verify",
+    "drop-keys-dry-run": f"drop-keys {V3} out re:layers\\.61\\. --dry-run",
+    "drop-keys-dry-run-warning": f"drop-keys {TINY} out *q_proj* --dry-run",
+    "convert": f"convert-json {PROGRAMS}/pir/model.json out.safetensors --names {PROGRAMS}/model.pdparams",
+    "convert-dry-run": f"convert-json {PROGRAMS}/pir/model.json out.safetensors --dry-run",
+    "convert-back-dry-run": "convert-json made/pir.safetensors out --program made/pir/model.json --dry-run",
+    "convert-check": f"convert-json {PROGRAMS}/pir/model.json --check --params {PROGRAMS}/static/inference.pdiparams",
+    "convert-fix": f"convert-json {PROGRAMS}/nan_attr/model.json --fix out.json",
+    "convert-index": "convert-json made/shards --index",
+    "convert-index-dry-run": "convert-json made/shards --index --dry-run",
+    "convert-index-check": "convert-json made/broken --index --check",
+    "convert-header": "convert-json made/header.json made/model.safetensors --header --dry-run",
+    "inspect": f"inspect {RANKS}",
+    "inspect-depth": "inspect fixtures/paddle_unified/nlp_llamafused_bf16_tp2 --depth 2",
+    "inspect-adapter": "inspect fixtures/paddle_unified/nlp_llama_lora_bf16_tp1 --depth 1",
+    "inspect-program": f"inspect {PROGRAMS}/pir/model.json",
+    "inspect-list": f"inspect {V3} --list {LAYER}",
+    "inspect-files": f"inspect {RANKS} --files",
+    "inspect-metadata": f"inspect {V3} --metadata",
+    "inspect-ranks": f"inspect {RANKS} --ranks {LAYER}",
+    "inspect-stats": f"inspect {V3} --stats {LAYER}",
+    "inspect-stats-folded": f"inspect {RANKS} --stats",
+    "inspect-hash": f"inspect {RANKS} --hash {LAYER}",
+    "inspect-hist": f"inspect {TINY} --hist --filter *layers.0.*norm*",
+    "inspect-stats-hash-hist": f"inspect {TINY} --stats --hist --hash --filter *layers.0.*norm*",
+    "inspect-total": f"inspect {RANKS} --hash --total",
+    "inspect-show": f"inspect {TINY} --show model.norm.weight[:8] --show lm_head.weight[1:3,:4]",
+    "inspect-imports": "inspect fixtures/torch/train --imports",
+    "inspect-suggest-family": f"inspect {TINY} --suggest-family",
+    "inspect-check": f"inspect {RANKS} --check",
+    "inspect-check-broken": "inspect made/broken --check",
+    "inspect-check-quiet": "inspect made/broken --check -q",
+    "inspect-diff": f"inspect {TINY} --diff {RANKS}",
+    "inspect-diff-equal": f"inspect {TINY} --diff fixtures/vllm_sharded_tp2",
+    "inspect-diff-values": f"inspect {BASE} --diff {MODELS[0]} --values",
+    "inspect-diff-quiet": f"inspect {BASE} --diff {MODELS[0]} --values -q",
+    "inspect-checkpoints": "inspect made/run --checkpoints",
+    "inspect-html": f"inspect {TINY} --html page.html --stats --filter *norm*",
+    "inspect-html-ranks": f"inspect {RANKS} --html page.html --check --filter *layers.0.*q_proj*",
+    "inspect-html-diff": f"inspect {TINY} --html page.html --diff {RANKS} --values --filter *norm*",
+    "doctor": "doctor .",
+    "doctor-quiet": "doctor . -q",
+    "explain": "explain",
+    "explain-class": "explain layout",
+    "explain-finding": "explain no-index",
+    "failure": "reshard missing out",
+    "failure-layout": f"reshard {TINY} out --tp-out 3",
+}
+FINDINGS = ("sarif", "junit", "gitlab", "github")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What fixtures/ does not have: a damaged checkpoint, shards without an index, a run, an edited header."""
+    folder = tmp_path_factory.mktemp("made")
+    for name in ("broken", "shards"):
+        shutil.copytree(ROOT / V3, folder / name)
+    shard = next((folder / "broken").glob("*-00001-*"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    next((folder / "shards").glob("*.index.json")).unlink()
+    for step, whole in ((10, True), (20, True), (30, False)):
+        checkpoint = folder / "run" / f"checkpoint-{step}"
+        shutil.copytree(ROOT / TINY, checkpoint)
+        if not whole:
+            file = checkpoint / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-10])
+        for path in (checkpoint, *checkpoint.iterdir()):
+            os.utime(path, (1_790_000_000 + step,) * 2)
+    shutil.copy(ROOT / TINY / "model.safetensors", folder)
+    header = ckpttool("convert-json", folder / "model.safetensors", "--header").out
+    (folder / "header.json").write_text(header.replace("layers.1.", "layers.7."), encoding="utf-8")
+    shutil.copytree(ROOT / PROGRAMS / "pir", folder / "pir")
+    recipe = (ROOT / "fixtures/merge/configs/passthrough_franken__bf16.yml").read_text(encoding="utf-8")
+    (folder / "recipe.yml").write_text(recipe.replace("./inputs", "fixtures/merge/inputs"), encoding="utf-8")
+    assert not ckpttool("convert-json", folder / "pir" / "model.json", folder / "pir.safetensors").code
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine, its disk and whoever runs the tests are not what is looked at."""
+    points = [
+        doctor.Point("place", "space", "ok", "120.00 GB are free"),
+        doctor.Point("place", "links", "slow", "files cannot be shared", "files that stay are copied " * 4),
+        doctor.Point("python", "boto3", "missing", "s3:// cannot be read", "pip install 'ckpttool[remote]'"),
+    ]
+    health = doctor.Health(Path(), points, {"ckpttool": __version__})
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: health)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def run(words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Run in a directory with nothing but fixtures/ and made/; what differs from run to run is ``*``."""
+    folder.mkdir()
+    (folder / "fixtures").symlink_to(ROOT / "fixtures")
+    shutil.copytree(made, folder / "made")
+    monkeypatch.chdir(folder)
+    done = ckpttool(*words.split())
+    return done.code, *(normal(text, folder) for text in (done.out, done.err))
+
+
+_VARIES = (
+    (r'("(?:seconds|plan|write|verify|bytes_per_second|peak_memory_estimate|peak_buffers)": )\d[\d.e-]*', r"\1*"),
+    (r'("write_policy": )"\w+"', r'\1"*"'),
+    (r"(?m)\S+ [kMGT]?B at most, of", "* at most, of"),
+    (r"at most \S+ [kMGT]?B of buffers", "at most * of buffers"),
+    (r"writes: \w+", "writes: *"),
+    (r"; planned in .*? s, written in [^,\n]*", ""),
+    (r"2026-\d\d-\d\d \d\d:\d\d", "2026-*"),
+    (r"page\.html: \S+ [kMGT]?B", "page.html: *"),
+)
+
+
+def normal(text: str, folder: Path) -> str:
+    """The text without what no two machines or runs have in common."""
+    text = text.replace(str(folder), "HERE").replace(str(ROOT), "ROOT").replace(__version__, "VERSION")
+    for pattern, kept in _VARIES:
+        text = re.sub(pattern, kept, text)
+    return text
+
+
+def check(name: str, found: str) -> None:
+    """Compare with the file of this name, or write it."""
+    file = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(found, encoding="utf-8")
+    assert found == (file.read_text(encoding="utf-8") if file.exists() else "")
+
+
+@pytest.mark.parametrize("name", [n for n, words in CASES.items() if "-q" not in words.split()])
+def test_json(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out, _ = run(f"{CASES[name]} --json", made, tmp_path / "here", monkeypatch)
+    check(f"{name}.json", out)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = run(CASES[name], made, tmp_path / "pipe", monkeypatch)
+    for name_of in ("text.on_terminal", "doctor.on_terminal"):
+        monkeypatch.setattr(f"ckpttool.report.{name_of}", lambda: True)
+    _, drawn, said = run(CASES[name], made, tmp_path / "terminal", monkeypatch)
+    parts = {"pipe": out, "messages": err, "terminal": drawn, "messages of the terminal": "" if said == err else said}
+    text = "\n".join(f"==== {title}\n{part}" for title, part in parts.items() if part)
+    check(f"{name}.txt", f"ckpttool {CASES[name]}\nexit {code}\n{text}")
+
+
+def test_report_of_a_merge(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Document] = []
+    monkeypatch.setattr("ckpttool.report.merged.render", lambda document: shown.append(document) or "<!doctype html>")
+    words = f"merge {' '.join(MODELS)} -o out --base {BASE} --method ties --weights 1,0.5 --report page.html"
+    run(words, made, tmp_path / "here", monkeypatch)
+    # The last digits of sums of floats are the machine's.
+    rounded = json.loads(json.dumps(shown[0]), parse_float=lambda text: float(f"{float(text):.5g}"))
+    check("page-of-merge.json", json.dumps(rounded, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("kind", FINDINGS)
+def test_findings(kind: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out, _ = run(f"inspect made/broken --check --findings {kind}", made, tmp_path / "here", monkeypatch)
+    check(f"findings.{kind}", re.sub(r'("(?:fingerprint|primaryLocationLineHash)": )"\w+"', r'\1"*"', out))
