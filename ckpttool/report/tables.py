@@ -39,7 +39,7 @@ def table(
         text.write("\n".join(["\t".join(header), *["\t".join(map(str, row)) for row in rows]]) + "\n")
         return
     numbers = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
-    cells = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]
+    cells = [list(map(text.cell, row)) for row in rows]
     text.write(text.aligned(*fit([list(header), *cells], names=names, drop=drop, right={*numbers, *right})))
 
 
@@ -55,7 +55,7 @@ def fit(
         """Characters that are left for names."""
         return room - sum(widths[i] + 2 for i in keep if i != names)
 
-    for gone in drop:
+    for gone in [name for name in drop if name in rows[0]]:
         if left() >= min(widths[names], LEAST):
             break
         keep.remove(rows[0].index(gone))

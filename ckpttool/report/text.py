@@ -99,6 +99,11 @@ def overview(rows: Sequence[tuple[str, str]]) -> None:
         message(f"{label or ' ' * 6:6}  {line}".rstrip())
 
 
+def cell(value: str | int) -> str:
+    """Whole numbers with commas between thousands."""
+    return f"{value:,}" if isinstance(value, int) else value
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """``0-3,7``."""
     return ranges(numbers, "-")
