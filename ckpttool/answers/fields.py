@@ -32,6 +32,11 @@ def finite(value: T) -> T | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def number(value: float | None, digits: int = 9) -> str:
+    """A number with as many digits as tell it from its neighbours among float32s; with 4 for somebody's eyes."""
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.{digits}g}"
+
+
 def utc(seconds: float | None) -> str | None:
     """``2026-11-23T19:05:00Z``, of seconds since 1970."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

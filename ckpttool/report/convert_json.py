@@ -143,13 +143,7 @@ def show_program_check(result: CheckResult, repaired: Repaired | None, *, as_jso
         return
     text.notes(result.notes)
     checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
-    text.write(f"{plain(str(result.path))}: {counted(result)}" + (f" in {checked}\n" if checked else "\n"))
-
-
-def counted(result: CheckResult) -> str:
-    """``1 error, 2 warnings, 3 info``."""
-    errors, warnings, infos = (sum(f.severity == s for f in result.findings) for s in ("error", "warning", "info"))
-    return f"{count(errors, 'error')}, {count(warnings, 'warning')}" + (f", {infos} info" if infos else "")
+    text.write(f"{plain(str(result.path))}: {result.counts}" + (f" in {checked}\n" if checked else "\n"))
 
 
 _PLURALS = {"index": "indexes"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckpttool.answers.by_layer import Join, Layers, by_layer, largest, norm, share, smallest
-from ckpttool.answers.findings import ERROR, INFO, WARNING
+from ckpttool.answers.findings import ERROR, INFO, WARNING, folded
 from ckpttool.core.tensor_names import natural_order
 from ckpttool.core.words import count, short
 from ckpttool.errors import CkptError, OutputError, UsageError, plain
@@ -24,7 +24,7 @@ from ckpttool.ops.inspect.listing import Listing, mesh_text, relative, sharding_
 from ckpttool.ops.inspect.views.page import PageView, Survey
 from ckpttool.report import text
 from ckpttool.report.files import refuse_others, save
-from ckpttool.report.findings import folded, parsed, write_findings
+from ckpttool.report.findings import parsed, write_findings
 from ckpttool.report.page import BEGINS, render
 from ckpttool.report.page.document import Column, Document, Section, Tensors
 from ckpttool.report.stats import norm_of

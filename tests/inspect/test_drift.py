@@ -93,7 +93,7 @@ def test_on_a_terminal_bars_come_last(pair: tuple[Tensors, Tensors, Path, Path])
 
 def test_many_layers_are_a_screen() -> None:
     """The largest of a hundred, and one line for the others."""
-    from ckpttool.report.drift import MOST
+    from ckpttool.ops.inspect.views.diff import MOST
 
     sums = drift("model", [Apart(f"model.layers.{i}.w.weight", 1.0 + i, 100.0, changed=True) for i in range(100)])
     assert [d.name for d in sums.layers[:2]] == ["model.layers.99", "model.layers.98"]

@@ -33,7 +33,7 @@ _SIGNAL = re.compile(r"saved_signal_\d{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SavedCheckpoint:
     """A checkpoint of a run."""
 
     name: str
@@ -66,7 +66,7 @@ class RunListing(NamedTuple):
     """What lies in the directory of a run."""
 
     path: Place
-    rows: list[Row]
+    rows: list[SavedCheckpoint]
     """By step; those whose names say none come last."""
     resume: str
     """The checkpoint from which training goes on; "" for none."""
@@ -87,7 +87,7 @@ def list_run(src: AnyPlace, options: OpenOptions) -> RunListing:
             hint="--checkpoints lists those of a run: step-1000, checkpoint-500, iter_0001000, ...",
         )
     rows, notes = [], []
-    alike: dict[object, Row] = {}
+    alike: dict[object, SavedCheckpoint] = {}
     for save in run.saves:
         row = _row(save, options, alike)
         if row is None:
@@ -125,13 +125,15 @@ def pick_save(src: AnyPlace, name: str) -> Place:
     )
 
 
-def _row(save: Save, options: OpenOptions, alike: dict[object, Row]) -> Row | None:
+def _row(save: Save, options: OpenOptions, alike: dict[object, SavedCheckpoint]) -> SavedCheckpoint | None:
     """What is known of one; None when it has gone."""
     held = held_in(save.place)
     if not held and not save.place.exists():
         return None
     times = [h.time for h in held if h.time is not None]
-    row = Row(save.name, save.step, sum(h.size for h in held), len(held), max(times, default=None), save.format)
+    row = SavedCheckpoint(
+        save.name, save.step, sum(h.size for h in held), len(held), max(times, default=None), save.format
+    )
     if not held:
         return _without_files(row, save.place)
     key = None if isinstance(save.place, Path) else _form(save, held)
@@ -148,7 +150,7 @@ def _row(save: Save, options: OpenOptions, alike: dict[object, Row]) -> Row | No
     return row
 
 
-def _without_files(row: Row, place: Place) -> Row:
+def _without_files(row: SavedCheckpoint, place: Place) -> SavedCheckpoint:
     try:
         list(scan(place))
     except OSError as e:
@@ -163,7 +165,7 @@ def _form(save: Save, held: Iterable[Held]) -> object:
     return tuple((h.name.replace(step, "#"), h.size if h.name.endswith(sized) else 0) for h in held)
 
 
-def _opened(row: Row, save: Save, options: OpenOptions) -> Row:
+def _opened(row: SavedCheckpoint, save: Save, options: OpenOptions) -> SavedCheckpoint:
     try:
         stored = read(save.place, options)
     except _BROKEN as e:
@@ -199,7 +201,7 @@ def _components(stored: StoredCheckpoint) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
+def _with_marks(run: Run, rows: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Steps that lack what their trainer writes last, and what others of the run have, are not complete.
 
     Others than steps may be models alone: the final one, or the one that training began with.
@@ -219,7 +221,7 @@ def _with_marks(run: Run, rows: list[Row]) -> list[Row]:
     return out
 
 
-def _resume(run: Run, rows: Sequence[Row]) -> tuple[str, str]:
+def _resume(run: Run, rows: Sequence[SavedCheckpoint]) -> tuple[str, str]:
     """The checkpoint from which training goes on, and who says so."""
     if run.marked:
         return run.marked, run.pointer
@@ -227,7 +229,7 @@ def _resume(run: Run, rows: Sequence[Row]) -> tuple[str, str]:
     return (newest[0].name, "the newest that is complete") if newest else ("", "")
 
 
-def _warnings(run: Run, rows: Sequence[Row], resume: str) -> list[str]:
+def _warnings(run: Run, rows: Sequence[SavedCheckpoint], resume: str) -> list[str]:
     out = []
     by_name = {r.name: r for r in rows}
     if run.pointer and run.marked not in by_name:

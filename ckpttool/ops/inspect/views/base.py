@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
+from ckpttool.answers.document import Document, Section
 from ckpttool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class View(ABC):
     """Of tensors."""
 
     name: ClassVar[str]
-    """In JSON, and of the renderer."""
+    """In JSON."""
     whole: ClassVar[bool] = False
     """Whether it looks at a whole checkpoint or at what it names: filters do not apply."""
 
@@ -144,17 +145,6 @@ class View(ABC):
         """The answer. Raises what ``open_checkpoint`` raises, and UsageError for what is not there."""
 
 
-class TextTable(NamedTuple):
-    """Columns for people: aligned on a terminal, elsewhere separated by tabs."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str | int]]
-    names: int = 0
-    """The column whose texts may be shortened."""
-    drop: Sequence[str] = ()
-    """Columns that are left out, first come first, until the rest fits a terminal."""
-
-
 def narrows(choice: Choice) -> bool:
     """Whether patterns, dtypes or sizes choose among the tensors."""
     return bool(choice.patterns or choice.dtypes or choice.min_size)
@@ -164,7 +154,7 @@ class Answer(ABC):
     """What a view has found."""
 
     name: ClassVar[str]
-    """``view`` in JSON, and the name of its renderer."""
+    """``view`` in JSON."""
 
     @property
     def ok(self) -> bool:
@@ -172,22 +162,13 @@ class Answer(ABC):
         return True
 
     @property
-    @abstractmethod
-    def notes(self) -> Sequence[str]:
-        """What was inferred or left out."""
-
-    @property
     def files(self) -> Sequence[DataFile]:
         """Files that were read, and must be the same afterwards."""
         return ()
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        """What JSON says, and about how many entries it has; a report prints its page's document instead."""
-        raise NotImplementedError
-
-    def table(self) -> TextTable:
-        """What people see, where ``report`` draws nothing of its own for it."""
-        raise NotImplementedError
+    @abstractmethod
+    def document(self) -> Document:
+        """What is printed. Drawings are sections of their own kinds, which ``report`` knows."""
 
 
 @dataclass(frozen=True)
@@ -197,15 +178,16 @@ class ListingAnswer(Answer):
     listing: Listing
 
     @property
-    def notes(self) -> Sequence[str]:
-        return self.listing.notes
-
-    @property
     def files(self) -> Sequence[DataFile]:
         return self.listing.files
 
-    def head(self) -> dict[str, Any]:
-        """What JSON says of the checkpoint, before what it says of the view."""
+    def shown(
+        self, json: Callable[[], Mapping[str, Any]], sections: Callable[[], Iterable[Section]], entries: int
+    ) -> Document:
+        """A document whose ``json`` follows what is said of every checkpoint."""
         from ckpttool.ops.inspect.listing_json import listing_json
 
-        return {"schema": SCHEMA, "view": self.name, **listing_json(self.listing)}
+        def whole() -> dict[str, Any]:
+            return {"schema": SCHEMA, "view": self.name, **listing_json(self.listing), **json()}
+
+        return Document(whole, sections, self.listing.notes, entries)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Paragraph, Section
 from ckpttool.answers.fields import pick
-from ckpttool.errors import UsageError
+from ckpttool.answers.findings import folded
+from ckpttool.core.words import count
+from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag, narrows, value
 
 if TYPE_CHECKING:
@@ -68,19 +71,31 @@ class CheckAnswer(Answer):
 
     name = "check"
     result: CheckResult
-    findings: tuple[str, ...]
+    findings: tuple[str, ...] = ()
     """Other forms to write them in, ``KIND[=FILE]``."""
 
     @property
     def ok(self) -> bool:
         return self.result.ok
 
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.result.notes
+    def document(self) -> Document:
+        return Document(self._json, self._sections, self.result.notes, len(self.result.findings))
 
-    def json(self) -> tuple[dict[str, Any], int]:
+    def _json(self) -> dict[str, Any]:
         result = self.result
         found = {"findings": [pick(f, "id severity where text hint?") for f in result.findings]}
         head = {"schema": SCHEMA, "view": self.name, "path": str(result.path), **pick(result, "format? ok checked")}
-        return head | found, len(result.findings)
+        return head | found
+
+    def _sections(self) -> Iterator[Section]:
+        result = self.result
+        for f, more in folded(result.findings):
+            also = f" and {more:,} more like it" if more else ""
+            yield Paragraph(f"{f.severity}: {plain(f.text)} [{f.id}]{also}", quiet=True)
+            if f.where:
+                yield Paragraph(f"  --> {plain(f.where)}", quiet=True)
+            if f.hint:
+                yield Paragraph(f"  hint: {plain(f.hint)}", quiet=True)
+        gap = "\n" if result.findings else ""
+        checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
+        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpttool.errors import UsageError
+from ckpttool.answers.document import Document, Message, Paragraph, Section
+from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
 
 if TYPE_CHECKING:
@@ -43,5 +44,12 @@ class FamilyAnswer(ListingAnswer):
     name = "family"
     suggestion: Suggestion
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        return {**self.head(), **self.suggestion._asdict()}, len(self.suggestion.doubts)
+    def document(self) -> Document:
+        return self.shown(self.suggestion._asdict, self._sections, len(self.suggestion.doubts))
+
+    def _sections(self) -> list[Section]:
+        """The file on stdout, to be redirected."""
+        from ckpttool.ops.inspect.suggest import summary
+
+        about = Message(f"note: {plain(summary(self.suggestion))}")
+        return [Paragraph(self.suggestion.text.removesuffix("\n"), quiet=True), about]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ckpttool.answers.document import Document, Table
 from ckpttool.answers.fields import pick
 from ckpttool.core.words import ranges
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, TextTable, View, flag
+from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.listing import FileRow
@@ -37,10 +38,13 @@ class FilesAnswer(ListingAnswer):
     name = "files"
     rows: Sequence[FileRow]
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        rows = [pick(f, "name bytes=nbytes tensors tensor_bytes=data ranks") for f in self.rows]
-        return {**self.head(), "list": rows}, len(rows)
+    def document(self) -> Document:
+        names = "name bytes=nbytes tensors tensor_bytes=data ranks"
+        return self.shown(
+            lambda: {"list": [pick(f, names) for f in self.rows]}, lambda: [self._table()], len(self.rows)
+        )
 
-    def table(self) -> TextTable:
+    def _table(self) -> Table:
         rows = [(plain(f.name), f.nbytes, f.tensors, f.data, ranges(f.ranks, "-")) for f in self.rows]
-        return TextTable(("file", "bytes", "tensors", "tensor bytes", "rank"), rows, drop=("tensor bytes", "rank"))
+        header = ("file", "bytes", "tensors", "tensor bytes", "rank")
+        return Table(header, rows, quiet=True, drop=("tensor bytes", "rank"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckpttool.answers.document import Document, Table
 from ckpttool.answers.fields import pick, shape
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, TextTable, View, flag
+from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +28,18 @@ class ListAnswer(ListingAnswer):
 
     name = "list"
 
-    @property
-    def file_names(self) -> list[str]:
+    def _file_names(self) -> list[str]:
         """Below SRC; in the order of the listing's files."""
         from ckpttool.ops.inspect.listing import relative
 
         return [relative(f.place, self.listing.stored.root) for f in self.listing.files]
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        names = self.file_names
-        tensors = [
+    def document(self) -> Document:
+        return self.shown(lambda: {"list": self._tensors()}, lambda: [self._table()], len(self.listing.rows))
+
+    def _tensors(self) -> list[dict[str, Any]]:
+        names = self._file_names()
+        return [
             {
                 **pick(r, "name dtype shape bytes=nbytes"),
                 "file": names[r.file] if r.file >= 0 else None,
@@ -45,14 +48,13 @@ class ListAnswer(ListingAnswer):
             }
             for r in self.listing.rows
         ]
-        return {**self.head(), "list": tensors}, len(tensors)
 
-    def table(self) -> TextTable:
-        names = [*map(plain, self.file_names), "-"]  # an empty tensor is in file -1
+    def _table(self) -> Table:
+        names = [*map(plain, self._file_names()), "-"]  # an empty tensor is in file -1
         shapes = {dims: shape(dims) for dims in {r.shape for r in self.listing.rows}}
         rows = [
             (plain(name), dtype, shapes[dims], size, pieces, names[file], offset if file >= 0 else "-")
             for name, dtype, dims, size, file, offset, pieces, *_ in self.listing.rows
         ]
         header = ("name", "dtype", "shape", "bytes", "pieces", "file", "offset")
-        return TextTable(header, rows, drop=("offset", "pieces", "file"))
+        return Table(header, rows, quiet=True, drop=("offset", "pieces", "file"))

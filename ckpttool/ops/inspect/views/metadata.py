@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from ckpttool.answers.document import Document, Paragraph
+from ckpttool.core.words import count
+from ckpttool.errors import plain
 from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
 
 
@@ -36,5 +38,20 @@ class MetadataAnswer(ListingAnswer):
     name = "metadata"
     metadata: Mapping[str, Mapping[str, str]]
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        return {**self.head(), "config": self.listing.stored.config, "metadata": self.metadata}, 0
+    def document(self) -> Document:
+        json = {"config": self.listing.stored.config, "metadata": self.metadata}
+        return self.shown(lambda: json, lambda: map(_paragraph, self._alike()), 0)
+
+    def _alike(self) -> Iterable[tuple[list[str], list[tuple[str, str]]]]:
+        """Names of files, and the metadata that all of them have."""
+        groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for name, found in self.metadata.items():
+            groups.setdefault(tuple(sorted(found.items())), []).append(name)
+        return [(names, list(items)) for items, names in groups.items()]
+
+
+def _paragraph(alike: tuple[list[str], list[tuple[str, str]]]) -> Paragraph:
+    (first, *others), items = alike
+    lines = [plain(first) + (f" and {count(len(others), 'other file')}" if others else "")]
+    lines += [f"  {plain(key)}: {plain(said)}" for key, said in items] or ["  no metadata"]
+    return Paragraph("\n".join(lines), quiet=True)

@@ -18,6 +18,7 @@ from ckpttool.ops.inspect.views.base import Answer, Subject, value
 from ckpttool.ops.inspect.views.diff import Comparison, DiffAnswer
 
 if TYPE_CHECKING:
+    from ckpttool.answers.document import Document
     from ckpttool.answers.findings import CheckResult
     from ckpttool.core.catalog import LogicalTensor
     from ckpttool.core.files import DataFile, Place
@@ -123,6 +124,9 @@ class Survey(Answer):
             have = "has" if bare == 1 else "have"
             out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
         return list(dict.fromkeys(out))
+
+    def document(self) -> Document:
+        raise NotImplementedError  # a report has a page instead, which is its JSON
 
     @property
     def files(self) -> Sequence[DataFile]:

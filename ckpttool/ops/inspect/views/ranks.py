@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Section
 from ckpttool.answers.fields import pick
 from ckpttool.errors import UsageError
 from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag, value
@@ -45,7 +46,10 @@ class RanksAnswer(ListingAnswer):
     svg: Path | None
     """The file for a picture of it."""
 
-    def json(self) -> tuple[dict[str, Any], int]:
+    def document(self) -> Document:
+        return self.shown(self._json, lambda: [LayoutDrawing(self.layout, quiet=True)], len(self.layout.holdings))
+
+    def _json(self) -> dict[str, Any]:
         holdings = [
             {
                 **pick(h, "name dtype shape tensors=count padding"),
@@ -60,4 +64,11 @@ class RanksAnswer(ListingAnswer):
             for h in self.layout.holdings
         ]
         rank_bytes = {str(r): n for r, n in self.layout.bytes_of_rank.items()}
-        return {**self.head(), "rank_bytes": rank_bytes, "holdings": holdings}, len(holdings)
+        return {"rank_bytes": rank_bytes, "holdings": holdings}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutDrawing(Section):
+    """A layout over ranks, drawn with characters."""
+
+    layout: Layout

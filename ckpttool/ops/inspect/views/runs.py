@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Paragraph, PerMedium, Table
 from ckpttool.answers.fields import pick, utc
-from ckpttool.errors import UsageError
+from ckpttool.core.words import count, short
+from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag, narrows
 
 if TYPE_CHECKING:
-    from ckpttool.ops.inspect.runs import RunListing
+    from ckpttool.ops.inspect.runs import RunListing, SavedCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,14 @@ class RunAnswer(Answer):
 
         return cls(list_run(at.src, at.options))
 
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.run.notes
+    def document(self) -> Document:
+        sections = [
+            PerMedium(lambda: [self._short_table()], lambda: [self._table()], quiet=True),
+            PerMedium(lambda: [self._summary()], list),
+        ]
+        return Document(self._json, lambda: sections, self.run.notes, len(self.run.rows))
 
-    def json(self) -> tuple[dict[str, Any], int]:
+    def _json(self) -> dict[str, Any]:
         run = self.run
         found = [
             {
@@ -63,4 +68,62 @@ class RunAnswer(Answer):
             for r in run.rows
         ]
         head = {"schema": SCHEMA, "view": self.name, "path": str(run.path), **pick(run, "resume? because? notes")}
-        return {**head, "checkpoints": found}, len(found)
+        return {**head, "checkpoints": found}
+
+    def _table(self) -> Table:
+        header = ("name", "step", "bytes", "files", "format", "mesh", "optimizer", "saved", "complete", "resume", "why")
+        complete = {True: "yes", False: "no", None: "unknown"}
+        rows = [
+            (
+                plain(r.name),
+                "-" if r.step is None else r.step,
+                r.nbytes,
+                r.files,
+                r.format or "-",
+                r.mesh or "-",
+                _has_optimizer(r),
+                utc(r.saved) or "-",
+                complete[r.complete],
+                "yes" if r.name == self.run.resume else "no",
+                plain(r.why) or "-",
+            )
+            for r in self.run.rows
+        ]
+        return Table(header, rows)
+
+    def _short_table(self) -> Table:
+        run, states = self.run, {True: "complete", False: "incomplete", None: "unknown"}
+        header = ("checkpoint", "step", "size", "state", "format", "mesh", "optimizer", "saved")
+        rows = [
+            (
+                plain(r.name),
+                "-" if r.step is None else f"{r.step:,}",
+                short(r.nbytes),
+                states[r.complete] + (" <" if r.name == run.resume else ""),
+                r.format or "-",
+                r.mesh,
+                _has_optimizer(r),
+                datetime.fromtimestamp(r.saved).astimezone().strftime("%Y-%m-%d %H:%M") if r.saved else "-",
+            )
+            for r in run.rows
+        ]
+        empty = {"step": all(r.step is None for r in run.rows), "mesh": not any(r.mesh for r in run.rows)}
+        keep = [i for i, name in enumerate(header) if not empty.get(name)]
+        names = [header[i] for i in keep]
+        right = [i for i, name in enumerate(names) if name in ("step", "size")]
+        drop = ("saved", "mesh", "format", "optimizer", "step")
+        return Table(names, [[row[i] for i in keep] for row in rows], drop=drop, right=right)
+
+    def _summary(self) -> Paragraph:
+        """What is missing, and from where training goes on."""
+        run = self.run
+        lines = [f"{plain(r.name)}: {plain(r.why)}" for r in run.rows if r.why]
+        if run.resume:
+            lines.append(f"< training goes on from {plain(run.resume)} ({plain(run.because)})")
+        total = sum(r.nbytes for r in run.rows)
+        lines.append(f"{plain(str(run.path))}: {count(len(run.rows), 'checkpoint')}, {short(total)}")
+        return Paragraph("\n" + "\n".join(lines), wrap=True)
+
+
+def _has_optimizer(row: SavedCheckpoint) -> str:
+    return "yes" if row.optimizer else "no" if row.components else "-"

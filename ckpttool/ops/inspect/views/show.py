@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Section
 from ckpttool.answers.fields import finite, pick
 from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, value
 
@@ -35,16 +36,22 @@ class ShowAnswer(ListingAnswer):
     name = "show"
     slices: Sequence[Slice]
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        found = [
-            {
-                **pick(s, "name dtype shape index"),
-                "shown_shape": s.values.shape,
-                "values": _nested(s.printable.tolist()),
-            }
-            for s in self.slices
-        ]
-        return {**self.head(), "list": found}, sum(s.values.size for s in self.slices)
+    def document(self) -> Document:
+        sections = [Elements(s, quiet=True) for s in self.slices]
+        entries = sum(s.values.size for s in self.slices)
+        return self.shown(lambda: {"list": list(map(_json, self.slices))}, lambda: sections, entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements(Section):
+    """Elements of a tensor, all of them up to a thousand."""
+
+    slice: Slice
+
+
+def _json(found: Slice) -> dict[str, Any]:
+    shape, values = found.values.shape, _nested(found.printable.tolist())
+    return {**pick(found, "name dtype shape index"), "shown_shape": shape, "values": values}
 
 
 def _nested(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Section
 from ckpttool.core.words import count
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.ops.inspect.views.base import Answer, ListingAnswer, Subject, View, narrows, value
@@ -115,8 +116,12 @@ class TreeAnswer(ListingAnswer):
 
         return {component: lines(root, self.depth) for component, root in self.roots.items()}
 
-    def json(self) -> tuple[dict[str, Any], int]:
-        tree = [
+    def document(self) -> Document:
+        entries = sum(map(len, self.lines.values()))
+        return self.shown(lambda: {"tree": self._tree()}, lambda: [TreeDrawing(self, quiet=True)], entries)
+
+    def _tree(self) -> list[dict[str, Any]]:
+        return [
             {
                 "name": line.name,
                 "component": component,
@@ -130,7 +135,13 @@ class TreeAnswer(ListingAnswer):
             for component, found in self.lines.items()
             for line in found
         ]
-        return {**self.head(), "tree": tree}, len(tree)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDrawing(Section):
+    """What the checkpoint is, and its tree below."""
+
+    answer: TreeAnswer
 
 
 def _mark_json(component: str, mark: str) -> dict[str, Any]:
