@@ -44,6 +44,8 @@ class Paragraph(Section):
     text: str
     wrap: bool = False
     """Prose: lines that are too long for a terminal are broken between words."""
+    hang: int = 2
+    """Columns before the second and the following lines of prose."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def convert_json(
             raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check, --index, --header")
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
         from ckpttool.report import convert_json as report
+        from ckpttool.report.render import show
 
         if names_ := flags.pipeline_parts():
             raise UsageError(f"--part {names_[0]}: a program has no parts", hint="--part 3/8, or auto")
@@ -107,10 +108,10 @@ def convert_json(
         else:
             conversion = to_safetensors(source, target, params=place(params), names=own, max_shard_size=size)
         if flags.dry_run:
-            report.show_conversion_plan(conversion, target, as_json=shown.json, quiet=shown.quiet)
+            show(report.plan_document(conversion, target), as_json=shown.json, quiet=shown.quiet)
             return
         result = execute(conversion, target, run, shown.progress(flags))
-        report.show_conversion(result, as_json=shown.json, quiet=shown.quiet)
+        show(report.document(result), as_json=shown.json, quiet=shown.quiet)
 
 
 def _without(dst: str | None, task: str, **others: object) -> None:
@@ -133,11 +134,12 @@ def _check(
     from ckpttool.formats.paddle import beside, program_of
     from ckpttool.ops.convert_json.check import check_program, repair
     from ckpttool.report import convert_json as report
+    from ckpttool.report.render import show
 
     repaired = repair(src, fix, force=flags.force, apart=(params, names)) if fix is not None else None
     result = check_program(fix or src, params or beside(program_of(src)), names)
     with reader_may_leave():
-        report.show_program_check(result, repaired, as_json=shown.json, quiet=shown.quiet)
+        show(report.check_document(result, repaired), as_json=shown.json, quiet=shown.quiet)
     if not result.ok:
         raise typer.Exit(3)
 
@@ -145,15 +147,16 @@ def _check(
 def _index(src: Place, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
     from ckpttool.ops.convert_json import index
     from ckpttool.report import convert_json as report
+    from ckpttool.report.render import show
 
     if check:
         result = index.verify(src)
         with reader_may_leave():
-            report.show_program_check(result, None, as_json=shown.json, quiet=shown.quiet)
+            show(report.check_document(result), as_json=shown.json, quiet=shown.quiet)
         if not result.ok:
             raise typer.Exit(3)
         return
-    report.show_index(index.rebuild(src, dry_run=flags.dry_run), as_json=shown.json, quiet=shown.quiet)
+    show(report.index_document(index.rebuild(src, dry_run=flags.dry_run)), as_json=shown.json, quiet=shown.quiet)
 
 
 def _header(
@@ -161,6 +164,7 @@ def _header(
 ) -> None:
     from ckpttool.ops.convert_json import header
     from ckpttool.report import convert_json as report
+    from ckpttool.report.render import show
     from ckpttool.report.text import write
     from ckpttool.storage.place import local_path
 
@@ -176,11 +180,11 @@ def _header(
     elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
         _without(None, "--header with a backup", output=output, force=flags.force)
         restored = header.restore(local_path(src), local_path(dst), dry_run=flags.dry_run)
-        report.show_header(restored, as_json=shown.json, quiet=shown.quiet)
+        show(report.header_document(restored), as_json=shown.json, quiet=shown.quiet)
     elif dst.suffix == ".json" and src.suffix != ".json":
         _without(None, "--header with OUT.json", output=output, dry_run=flags.dry_run, json=shown.json)
         header.write_dump(src, local_path(dst), force=flags.force)
     else:
         file = local_path(dst)
         result = header.apply(local_path(src), file, out=output, dry_run=flags.dry_run, force=flags.force)
-        report.show_header(result, as_json=shown.json, quiet=shown.quiet)
+        show(report.header_document(result), as_json=shown.json, quiet=shown.quiet)

@@ -22,10 +22,11 @@ def doctor(
 ) -> None:
     """Say what works here, what is slow and what is missing: disk, memory, cores, packages, logins."""
     from ckpttool.ops.doctor import examine
-    from ckpttool.report.doctor import show_health
+    from ckpttool.report.doctor import document
+    from ckpttool.report.render import show
 
     health = examine(path, online=online)
     with reader_may_leave():
-        show_health(health, as_json=shown.json, quiet=shown.quiet)
+        show(document(health, problems=shown.quiet), as_json=shown.json)
     if not health.ok:
         raise typer.Exit(3)

@@ -28,6 +28,7 @@ def drop_keys(
     from ckpttool.ops.drop_keys import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.report import drop_keys as report
+    from ckpttool.report.render import show
 
     opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     for name, text in (("SRC", src), ("DST", dst)):
@@ -38,7 +39,7 @@ def drop_keys(
             )
     prepared = prepare(src, opened, out.selection(patterns), target, link=link)
     if flags.dry_run:
-        report.show_drop_plan(prepared, as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared.target, dst, run, shown.progress(flags), verify=flags.verify)
-    report.show_drop(prepared, result, as_json=shown.json, quiet=shown.quiet)
+    show(report.document(prepared, result), as_json=shown.json, quiet=shown.quiet)

@@ -46,6 +46,7 @@ def fp8_cast(
     from ckpttool.quant.keep import Keep
     from ckpttool.quant.scheme import scheme
     from ckpttool.report import fp8_cast as report
+    from ckpttool.report.render import show
     from ckpttool.targeting.recode import Recoding
     from ckpttool.targeting.select import Selection
 
@@ -71,7 +72,7 @@ def fp8_cast(
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()))
     prepared = prepare(src, opened, recoding, selection, max_shard_size=bytes_of(max_shard_size))
     if flags.dry_run:
-        report.show_cast_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
-    report.show_cast(result, as_json=shown.json, quiet=shown.quiet)
+    show(report.document(result), as_json=shown.json, quiet=shown.quiet)

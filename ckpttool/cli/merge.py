@@ -18,9 +18,10 @@ from ckpttool.errors import UsageError
 
 def _list_methods(asked: bool) -> None:
     if asked:
-        from ckpttool.report import merge as report
+        from ckpttool.report.merge import methods_document
+        from ckpttool.report.render import show
 
-        report.show_methods(as_json="--json" in sys.argv)
+        show(methods_document(), as_json="--json" in sys.argv)
         raise typer.Exit
 
 
@@ -119,6 +120,7 @@ def merge(
     from ckpttool.recipe.flags import asked
     from ckpttool.recipe.read import is_recipe
     from ckpttool.report import merge as report
+    from ckpttool.report.render import show
 
     opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     selection = out.selection(out.remove_keys)
@@ -144,10 +146,10 @@ def merge(
     if how.report is not None:
         report.check_report(prepared, output, run, how.report)
     if flags.dry_run:
-        report.show_merge_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
         return
     measure = how.report is not None
     result = execute(prepared, output, run, shown.progress(flags), verify=flags.verify, measure=measure)
     if how.report is not None:
         report.write_report(result, how.report)
-    report.show_merge(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose, page=how.report)
+    show(report.document(result, verbose=verbose, page=how.report), as_json=shown.json, quiet=shown.quiet)

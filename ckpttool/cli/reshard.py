@@ -67,11 +67,12 @@ def reshard(
     """Write SRC for another number of ranks, in another format or under other names."""
     from ckpttool.ops.reshard import execute, prepare
     from ckpttool.report import reshard as report
+    from ckpttool.report.render import show
 
     opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     prepared = prepare(src, opened, target, out.selection(out.remove_keys), recoding(out.dequant, out.requant))
     if flags.dry_run:
-        report.show_plan(prepared, run, as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
-    report.show_reshard(result, as_json=shown.json, quiet=shown.quiet, verbose=verbose)
+    show(report.document(result, verbose=verbose), as_json=shown.json, quiet=shown.quiet)

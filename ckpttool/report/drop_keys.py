@@ -1,33 +1,34 @@
-"""What ``drop-keys`` is going to leave out, and what it left."""
+"""The documents of ``drop-keys``: what it is going to remove, and what it has removed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Message, Section, Table
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
-from ckpttool.report import text
-from ckpttool.report.reshard import files_of, show_written, target_of
-from ckpttool.report.tables import table
-from ckpttool.report.text import dump, message, pick
+from ckpttool.report import target
+from ckpttool.report.text import pick
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop
     from ckpttool.ops.reshard import ReshardResult
 
-PLAN_SCHEMA = "ckpttool.drop-plan/1"
-DROP_SCHEMA = "ckpttool.drop/1"
+
+def _warnings(prepared: PreparedDrop) -> list[Section]:
+    return [Message(f"warning: {w}", quiet=True) for w in prepared.warnings]
 
 
-def _dropped(prepared: PreparedDrop) -> dict[str, Any]:
+def _drop_json(prepared: PreparedDrop) -> dict[str, Any]:
     return {
         "source": str(prepared.target.source.path),
         "removed_tensors": len(prepared.gone),
         "removed_bytes": prepared.freed,
         "components": {c: {"tensors": n, "bytes": size} for c, (n, size) in prepared.components.items()},
         **pick(prepared, "files_rewritten=rewritten files_carried=carried files_dropped=dropped warnings"),
-        "target": target_of(prepared.target),
-        "files": files_of(prepared.target.plan),
+        "target": target.target_json(prepared.target),
+        "files": target.files_json(prepared.target.plan),
     }
 
 
@@ -42,54 +43,42 @@ def _summary(prepared: PreparedDrop) -> str:
     )
 
 
-def show_drop_plan(prepared: PreparedDrop, *, as_json: bool, quiet: bool = False) -> None:
-    """``--dry-run``: every tensor that would go."""
-    target = prepared.target
-    if as_json:
+def plan_document(prepared: PreparedDrop) -> Document:
+    """``--dry-run``: every tensor that would be removed."""
+    notes = prepared.target.notes
+
+    def json() -> dict[str, Any]:
         tensors = [pick(g, "name dtype shape bytes=nbytes component") for g in prepared.gone]
-        dump(
-            {"schema": PLAN_SCHEMA, **_dropped(prepared), "tensors": tensors, "notes": target.notes},
-            entries=len(prepared.gone),
-        )
-        return
-    if not quiet:
-        text.notes(target.notes)
-    for w in prepared.warnings:
-        message(f"warning: {w}")
-    if not quiet:
-        message(_summary(prepared))
-    table(
-        ("tensor", "dtype", "shape", "bytes"),
-        [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone],
-        drop=("dtype", "shape"),
-    )
+        return {"schema": "ckpttool.drop-plan/1", **_drop_json(prepared), "tensors": tensors, "notes": notes}
+
+    def sections() -> Iterator[Section]:
+        yield from _warnings(prepared)
+        yield Message(_summary(prepared))
+        rows = [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone]
+        yield Table(("tensor", "dtype", "shape", "bytes"), rows, drop=("dtype", "shape"), quiet=True)
+
+    return Document(json, sections, notes, len(prepared.gone))
 
 
-@text.of_a_result()
-def show_drop(prepared: PreparedDrop, result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
-    """What went and how much that freed."""
-    target, run = prepared.target, result.run
-    notes = list(dict.fromkeys([*target.notes, *run.notes]))
-    if as_json:
-        dump(
-            {
-                "schema": DROP_SCHEMA,
-                "path": str(result.dst),
-                **_dropped(prepared),
-                **text.done(run),
-                "verified": result.verified,
-                "notes": notes,
-            },
-            entries=len(target.plan.outputs),
-        )
-        return
-    for w in prepared.warnings:
-        message(f"warning: {w}")
-    if quiet:
-        return
-    text.notes(notes)
-    if text.show_waiting(str(result.dst), run):
-        return
-    files = count(len(target.plan.outputs), "file")
-    left = f"{count(len(target.views), 'tensor')} left in {files}, {short(target.plan.bytes_written)}"
-    show_written(result, f"{_summary(prepared)}; {left}", "every element is equal to the source")
+def document(prepared: PreparedDrop, result: ReshardResult) -> Document:
+    """What was removed and how much that freed."""
+    dst, run = prepared.target, result.run
+    notes = target.all_notes(dst.notes, run.notes)
+
+    def json() -> dict[str, Any]:
+        return {
+            "schema": "ckpttool.drop/1",
+            "path": str(result.dst),
+            **_drop_json(prepared),
+            **target.run_json(run),
+            "verified": result.verified,
+            "notes": notes,
+        }
+
+    def sections() -> Iterator[Section]:
+        yield from _warnings(prepared)
+        files = count(len(dst.plan.outputs), "file")
+        left = f"{count(len(dst.views), 'tensor')} left in {files}, {short(dst.plan.bytes_written)}"
+        yield from target.written(result.dst, run, f"{_summary(prepared)}; {left}", target.EQUAL)
+
+    return Document(json, sections, notes, len(dst.plan.outputs), of_files=True)

@@ -1,24 +1,21 @@
-"""What ``fp8-cast`` is going to write, and what it wrote."""
+"""The documents of ``fp8-cast``: what it is going to write, and what it has written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Message, Section
 from ckpttool.core.words import count, short
-from ckpttool.report import text
-from ckpttool.report.reshard import files_of, held, plan_files, show_written, target_of
-from ckpttool.report.text import dump, message
+from ckpttool.report import target
 
 if TYPE_CHECKING:
     from ckpttool.execute import RunOptions
     from ckpttool.ops.reshard import ReshardResult
     from ckpttool.targeting.build import Prepared
 
-PLAN_SCHEMA = "ckpttool.fp8-cast-plan/1"
-CAST_SCHEMA = "ckpttool.fp8-cast/1"
 
-
-def _done(prepared: Prepared) -> dict[str, Any]:
+def _cast_json(prepared: Prepared) -> dict[str, Any]:
     recoded = prepared.recoded
     source = prepared.source
     return {
@@ -29,9 +26,9 @@ def _done(prepared: Prepared) -> dict[str, Any]:
         "dequantised": recoded.dequantised if recoded else 0,
         "same": recoded.same if recoded else 0,
         "kept": dict(recoded.kept) if recoded else {},
-        "target": target_of(prepared),
+        "target": target.target_json(prepared),
         "tensor_bytes": sum(v.nbytes for v in prepared.views),
-        "files": files_of(prepared.plan),
+        "files": target.files_json(prepared.plan),
     }
 
 
@@ -52,55 +49,50 @@ def _summary(prepared: Prepared) -> str:
     return "; ".join(parts)
 
 
-def show_cast_plan(prepared: Prepared, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
+def plan_document(prepared: Prepared, run: RunOptions) -> Document:
     """``--dry-run``: what becomes of the weights, and the files that would be written."""
-    if as_json:
-        dump(
-            {
-                "schema": PLAN_SCHEMA,
-                **_done(prepared),
-                "buffers": run.memory,
-                **text.share_of(prepared.plan, run),
-                "notes": prepared.notes,
-            },
-            entries=len(prepared.plan.outputs),
-        )
-        return
-    if not quiet:
-        text.notes(prepared.notes)
-        message(_summary(prepared))
+
+    def json() -> dict[str, Any]:
+        return {
+            "schema": "ckpttool.fp8-cast-plan/1",
+            **_cast_json(prepared),
+            "buffers": run.memory,
+            **target.share_json(prepared.plan, run),
+            "notes": prepared.notes,
+        }
+
+    def sections() -> Iterator[Section]:
+        yield Message(_summary(prepared))
         before = sum(f.size for f in prepared.source.catalog.files)
-        message(f"{short(before)} become {short(prepared.plan.bytes_written)}")
-        if line := text.share_line(prepared.plan, run):
-            message(line)
-    plan_files(prepared.plan)
+        yield Message(f"{short(before)} become {short(prepared.plan.bytes_written)}")
+        yield from map(Message, target.share_lines(prepared.plan, run))
+        yield target.files_table(prepared.plan)
+
+    return Document(json, sections, prepared.notes, len(prepared.plan.outputs))
 
 
-@text.of_a_result()
-def show_cast(result: ReshardResult, *, as_json: bool, quiet: bool) -> None:
+def document(result: ReshardResult) -> Document:
     """What was written, how fast, and whether it was verified."""
     prepared, run = result.prepared, result.run
-    notes = list(dict.fromkeys([*prepared.notes, *run.notes]))
-    if as_json:
-        dump(
-            {
-                "schema": CAST_SCHEMA,
-                "path": str(result.dst),
-                **_done(prepared),
-                "bytes_read": run.bytes_read,
-                **text.done(run),
-                "verified": result.verified,
-                "next_step": (run.committed and prepared.next_step(result.dst)) or None,
-                "notes": notes,
-            },
-            entries=len(prepared.plan.outputs),
-        )
-        return
-    if quiet:
-        return
-    text.notes(notes)
-    if text.show_waiting(str(result.dst), run):
-        return
-    message(_summary(prepared))
-    show_written(result, f"{prepared.format}, {held(prepared)}", "every tensor was worked out again and is equal")
-    text.next_step(prepared.next_step(result.dst))
+    notes = target.all_notes(prepared.notes, run.notes)
+
+    def json() -> dict[str, Any]:
+        return {
+            "schema": "ckpttool.fp8-cast/1",
+            "path": str(result.dst),
+            **_cast_json(prepared),
+            "bytes_read": run.bytes_read,
+            **target.run_json(run),
+            "verified": result.verified,
+            "next_step": target.next_json(prepared, result.dst, run),
+            "notes": notes,
+        }
+
+    def sections() -> Iterator[Section]:
+        if run.committed:
+            yield Message(_summary(prepared))
+        summary = f"{prepared.format}, {target.contents(prepared)}"
+        next_step = prepared.next_step(result.dst)
+        yield from target.written(result.dst, run, summary, target.RECOMPUTED, next_step=next_step)
+
+    return Document(json, sections, notes, len(prepared.plan.outputs), of_files=True)

@@ -1,18 +1,18 @@
-"""What ``merge`` is going to write, and what it wrote."""
+"""The documents of ``merge``: its methods, what it is going to write, and what it has written."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.answers.document import Document, Message, Overview, Paragraph, PerMedium, Section, Table
 from ckpttool.core.words import count, short
 from ckpttool.errors import OutputError, plain
-from ckpttool.report import text
-from ckpttool.report.reshard import files_of, held, peak_memory, plan_files, ranked, show_written, target_of
-from ckpttool.report.tables import table
-from ckpttool.report.text import dump, message, pick
+from ckpttool.report import target
+from ckpttool.report.text import pick
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ckpttool.ops.merge import MergeResult, PreparedMerge
     from ckpttool.ops.merge.origins import Group
 
-PLAN_SCHEMA = "ckpttool.merge-plan/1"
-MERGE_SCHEMA = "ckpttool.merge/1"
+_PROVEN = "every element is what the merge of the sources gives"
 _ALIKE, _GROUPS = 2, 12
 """Ways in which tensors come about: from how many on they are told apart, and how many are shown."""
-METHODS_SCHEMA = "ckpttool.merge-methods/1"
 
 
 def _parameter(name: str, parameter: Parameter) -> str:
@@ -36,11 +34,11 @@ def _parameter(name: str, parameter: Parameter) -> str:
     return f"{name}={value}"
 
 
-def show_methods(*, as_json: bool) -> None:
+def methods_document() -> Document:
     """``--list-methods``: every method, what it computes, and its parameters with their defaults."""
     from ckpttool.kernels.merge import METHODS
 
-    if as_json:
+    def json() -> dict[str, Any]:
         methods = [
             {
                 **pick(m, "name formula paper base models"),
@@ -52,18 +50,20 @@ def show_methods(*, as_json: bool) -> None:
             }
             for m in METHODS.values()
         ]
-        dump({"schema": METHODS_SCHEMA, "methods": methods}, entries=len(methods))
-        return
+        return {"schema": "ckpttool.merge-methods/1", "methods": methods}
+
     rows = [
         (m.name, m.formula, ", ".join(_parameter(n, p) for s in (m.per_model, m.whole) for n, p in s.items()))
         for m in METHODS.values()
     ]
-    if not text.on_terminal():
-        table(("method", "formula", "parameters"), rows)
-        return
-    for name, formula, parameters in rows:
-        lines = [*textwrap.wrap(formula, 58), *textwrap.wrap(parameters and f"parameters: {parameters}", 58)]
-        text.write("\n".join(f"{name if not i else '':20}{line}" for i, line in enumerate(lines)) + "\n")
+
+    def drawn() -> Iterator[Section]:
+        for name, formula, parameters in rows:
+            lines = [*textwrap.wrap(formula, 58), *textwrap.wrap(parameters and f"parameters: {parameters}", 58)]
+            yield Paragraph("\n".join(f"{name if not i else '':20}{line}" for i, line in enumerate(lines)))
+
+    table = Table(("method", "formula", "parameters"), rows)
+    return Document(json, lambda: [PerMedium(drawn, lambda: [table])], entries=len(METHODS))
 
 
 def _merge(prepared: PreparedMerge) -> dict[str, Any]:
@@ -119,46 +119,42 @@ def _from_where(groups: Sequence[Group]) -> list[tuple[str, str]]:
     return [("" if i else "from", row) for i, row in enumerate(rows)]
 
 
-def show_merge_plan(prepared: PreparedMerge, run: RunOptions, *, as_json: bool, quiet: bool = False) -> None:
+def plan_document(prepared: PreparedMerge, run: RunOptions) -> Document:
     """``--dry-run``: the files that would be written, and what that takes."""
-    target = prepared.target
-    plan = target.plan
-    groups = [] if quiet or prepared.single or prepared.parts else _groups(prepared)
-    if as_json:
-        dump(
-            {
-                "schema": PLAN_SCHEMA,
-                **_merge(prepared),
-                "origin": [_group(g) for g in groups],
-                "target": target_of(target),
-                "buffers": run.memory,
-                "peak_memory_estimate": peak_memory(run),
-                **text.share_of(plan, run),
-                "files": files_of(plan),
-                "notes": target.notes,
-            },
-            entries=len(plan.outputs),
-        )
-        return
-    if quiet:
-        plan_files(plan)
-        return
-    text.notes(target.notes)
-    seed = prepared.provenance.seed
-    rows = [("method", prepared.method + (f", seed {seed}" if seed is not None else ""))]
-    for i, o in enumerate(prepared.provenance.origins):
-        has = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
-        rows.append(("" if i else "source", f"{o.label}: {o.format}, {has}"))
-    rows += [
-        ("work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"),
-        *_from_where(groups),
-        *[("", line) for line in [text.share_line(plan, run)] if line],
-        ("target", f"{target.format}, {ranked(target.mesh, target.sharding)}"),
-        ("", held(target)),
-        ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)"),
-    ]
-    text.overview(rows)
-    plan_files(plan)
+    dst = prepared.target
+    plan = dst.plan
+    groups = cache(lambda: [] if prepared.single or prepared.parts else _groups(prepared))
+
+    def json() -> dict[str, Any]:
+        return {
+            "schema": "ckpttool.merge-plan/1",
+            **_merge(prepared),
+            "origin": [_group(g) for g in groups()],
+            "target": target.target_json(dst),
+            "buffers": run.memory,
+            "peak_memory_estimate": target.peak_memory(run),
+            **target.share_json(plan, run),
+            "files": target.files_json(plan),
+            "notes": dst.notes,
+        }
+
+    def rows() -> Iterator[tuple[str, str]]:
+        seed = prepared.provenance.seed
+        yield "method", prepared.method + (f", seed {seed}" if seed is not None else "")
+        for i, o in enumerate(prepared.provenance.origins):
+            has = f"{count(o.tensors, 'tensor')} in {count(len(o.files), 'file')}, {short(sum(n for _, n in o.files))}"
+            yield "" if i else "source", f"{o.label}: {o.format}, {has}"
+        yield "work", f"{count(prepared.merged, 'tensor')} to merge, {prepared.copied} to copy"
+        yield from _from_where(groups())
+        yield from [("", line) for line in target.share_lines(plan, run)]
+        yield from target.target_rows(dst)
+        yield target.memory_row(run)
+
+    def sections() -> Iterator[Section]:
+        yield Overview(list(rows()))
+        yield target.files_table(plan)
+
+    return Document(json, sections, dst.notes, len(plan.outputs))
 
 
 def check_report(prepared: PreparedMerge, dst: AnyPlace, run: RunOptions, path: Path) -> None:
@@ -185,45 +181,38 @@ def write_report(result: MergeResult, path: Path) -> None:
         ) from e
 
 
-@text.of_a_result()
-def show_merge(result: MergeResult, *, as_json: bool, quiet: bool, verbose: bool, page: Path | None = None) -> None:
+def document(result: MergeResult, *, verbose: bool = False, page: Path | None = None) -> Document:
     """What was written, how fast, and what became of the tensors; ``page`` is where the report is."""
     prepared, run = result.prepared, result.run
-    target = prepared.target
-    plan = target.plan
-    notes = list(dict.fromkeys([*target.notes, *run.notes]))
-    if as_json:
-        dump(
-            {
-                "schema": MERGE_SCHEMA,
-                "path": str(result.dst),
-                **_merge(prepared),
-                "target": target_of(target),
-                "bytes_read": run.bytes_read,
-                **text.done(run),
-                "write_policy": run.policy,
-                "verified": result.verified,
-                "files": files_of(plan),
-                "checksums": [pick(c, "file tensor bytes=nbytes digest") for c in run.manifest],
-                "next_step": (run.committed and target.next_step(result.dst)) or None,
-                "report": {"path": str(page), **result.distances.summary()} if result.distances else None,
-                "notes": notes,
-            },
-            entries=len(plan.outputs) + len(run.manifest),
-        )
-        return
-    if quiet:
-        return
-    text.notes(notes)
-    if run.bytes_skipped:
-        message(f"note: {short(run.bytes_skipped)} were already written by the interrupted run")
-    if verbose:
-        message(f"read {short(run.bytes_read)}; writes: {run.policy}")
-    if text.show_waiting(str(result.dst), run):
-        return
-    models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
-    said = f"{prepared.method}{models}, {target.format}, {ranked(target.mesh, target.sharding)}, {held(target)}"
-    show_written(result, said, "every element is what the merge of the sources gives")
-    if page is not None:
-        text.write(f"report: {plain(str(page))}\n")
-    text.next_step(target.next_step(result.dst))
+    dst = prepared.target
+    notes = target.all_notes(dst.notes, run.notes)
+
+    def json() -> dict[str, Any]:
+        return {
+            "schema": "ckpttool.merge/1",
+            "path": str(result.dst),
+            **_merge(prepared),
+            "target": target.target_json(dst),
+            "bytes_read": run.bytes_read,
+            **target.run_json(run),
+            "write_policy": run.policy,
+            "verified": result.verified,
+            "files": target.files_json(dst.plan),
+            "checksums": target.checksums_json(run),
+            "next_step": target.next_json(dst, result.dst, run),
+            "report": {"path": str(page), **result.distances.summary()} if result.distances else None,
+            "notes": notes,
+        }
+
+    def sections() -> Iterator[Section]:
+        yield from target.resumed(run)
+        if verbose:
+            yield Message(f"read {short(run.bytes_read)}; writes: {run.policy}")
+        models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
+        place = f"{dst.format}, {target.ranked(dst.mesh, dst.sharding)}, {target.contents(dst)}"
+        summary = f"{prepared.method}{models}, {place}"
+        pages = [] if page is None else [Paragraph(f"report: {plain(str(page))}")]
+        next_step = dst.next_step(result.dst)
+        yield from target.written(result.dst, run, summary, _PROVEN, *pages, next_step=next_step)
+
+    return Document(json, sections, notes, len(dst.plan.outputs) + len(run.manifest), of_files=True)

@@ -46,7 +46,7 @@ draws = _show.register
 @_show.register
 def _show_paragraph(section: Paragraph) -> None:
     lines = section.text + "\n"
-    text.write(wrapped(lines) if section.wrap else lines)
+    text.write(wrapped(lines, section.hang) if section.wrap else lines)
 
 
 @_show.register

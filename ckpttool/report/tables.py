@@ -84,12 +84,15 @@ def _differ_at(names: Iterable[str]) -> int:
     return next((i for i, letters in enumerate(columns) if len(set(letters)) > 1), len(columns))
 
 
-def wrapped(lines: str) -> str:
-    """Lines of prose, on a terminal broken between words where they are too long for it."""
+def wrapped(lines: str, hang: int = 2) -> str:
+    """Lines of prose, on a terminal broken between words where they are too long for it, and continued after ``hang``
+    columns."""
     if not text.on_terminal():
         return lines
-    fill = partial(textwrap.fill, width=width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "".join((fill(line) if len(line) > width() else line) + "\n" for line in lines.splitlines())
+    room = max(width(), hang + 24)
+    fill = partial(textwrap.fill, width=room, subsequent_indent=" " * hang, break_long_words=False)
+    out = [fill(line, break_on_hyphens=False) if len(line) > width() else line for line in lines.splitlines()]
+    return "".join(f"{line}\n" for line in out)
 
 
 def middle(name: str, most: int, head: int = 0) -> str:

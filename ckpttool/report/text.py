@@ -9,17 +9,13 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ckpttool.answers.fields import pick as pick  # noqa: PLC0414 - the renderers import both from here
 from ckpttool.answers.fields import shape as shape  # noqa: PLC0414
 from ckpttool.core.words import ranges, short
 from ckpttool.errors import UNSEEN, plain, unprinted
 from ckpttool.report.style import painted
-
-if TYPE_CHECKING:
-    from ckpttool.core.plan import Plan
-    from ckpttool.execute import RunOptions, RunResult
 
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 _LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")
@@ -33,70 +29,6 @@ COMPACT_FROM = 2000
 def size(n: int) -> str:
     """``688,574,839,360 bytes (688.57 GB)``; small numbers stand alone."""
     return short(n) if n < 1000 else f"{n:,} bytes ({short(n)})"
-
-
-def times(run: RunResult) -> str:
-    """``; planned in 0.2 s, written in 3.1 s at 1.20 GB/s, verified in 2.0 s``; "" for what took less than a second."""
-    if run.plan_seconds + run.seconds < 1:
-        return ""
-    rate = f" at {short(round(run.bytes_written / run.write_seconds))}/s" if run.bytes_written else ""
-    said = f"; planned in {run.plan_seconds:.1f} s, written in {run.write_seconds:.1f} s{rate}"
-    return said + (f", verified in {run.verify_seconds:.1f} s" if run.verify_seconds else "")
-
-
-def done(run: RunResult) -> dict[str, Any]:
-    """What JSON says of every run; the phases in seconds."""
-    took = {"plan": run.plan_seconds, "write": run.write_seconds, "verify": run.verify_seconds}
-    at = run.standing
-    return {
-        **({} if at is None else {"part": at.member.number, "of": at.member.of, **pick(at, "committed waiting_for")}),
-        **pick(run, "bytes_written bytes_resumed=bytes_skipped"),
-        "seconds": round(run.seconds, 6),
-        "phases": {name: round(seconds, 6) for name, seconds in took.items()},
-    }
-
-
-def show_waiting(dst: str, run: RunResult) -> bool:
-    """Say that this process has done its part, and for whom DST waits. False where DST is complete."""
-    at = run.standing
-    if at is None or at.committed:
-        return False
-    left = f"waiting for {'part' if len(at.waiting_for) == 1 else 'parts'} {ranks(at.waiting_for)}"
-    if not at.waiting_for:
-        left = "all parts are done, and another process completes it"
-    write(f"{plain(dst)}: {at.member} is done{times(run)}; {left}\n")
-    return True
-
-
-def share_of(plan: Plan, run: RunOptions) -> dict[str, int]:
-    """For JSON, what this process would do of a plan, where it does one part of it."""
-    if run.member is None:
-        return {}
-    from ckpttool.execute.machines.shares import cut
-    from ckpttool.execute.schedule import schedule
-
-    tasks = schedule(plan, ["manifest"] * run.manifest)
-    own = cut(plan, tasks, run.member.of)[run.member.number - 1]
-    return {
-        "part": run.member.number,
-        "of": run.member.of,
-        "part_bytes": sum([p.nbytes for t in own for p in tasks[t].parts]),
-    }
-
-
-def share_line(plan: Plan, run: RunOptions) -> str:
-    """The same for people; "" where it does all."""
-    share = share_of(plan, run)
-    return f"{run.member}: {short(share['part_bytes'])} of {short(plan.bytes_written)} to write" if share else ""
-
-
-def overview(rows: Sequence[tuple[str, str]]) -> None:
-    """What a run is going to do, a label and a line each: on stdout for a person, elsewhere on stderr."""
-    if on_terminal():
-        write(aligned(rows) + "\n")
-        return
-    for label, line in rows:
-        message(f"{label or ' ' * 6:6}  {line}".rstrip())
 
 
 def cell(value: str | int) -> str:
@@ -149,13 +81,6 @@ def _folded(line: str) -> str:
         else:
             out[-1] += " " + word
     return "\n".join(out)
-
-
-def next_step(line: str) -> None:
-    """How to use a result, below everything else that is said of it."""
-    if line:
-        sys.stdout.flush()
-        message(f"next: {plain(line)}")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ import pytest
 
 from ckpttool.execute import probes
 from ckpttool.ops import doctor
-from ckpttool.report import doctor as show
+from ckpttool.report.doctor import document
+from ckpttool.report.render import show
 from tests.helpers.command import ckpttool
 
 
@@ -130,9 +131,9 @@ def test_a_terminal_is_not_overrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(show, "on_terminal", lambda: True)
+    monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
     found = [doctor.Point("place", "space", "ok", "word " * 30), doctor.Point("python", "x", "wrong", "", "hint " * 30)]
-    show.show_health(doctor.Health(tmp_path, found), as_json=False)
+    show(document(doctor.Health(tmp_path, found)))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.count("word") for line in lines) == 30
