@@ -106,6 +106,7 @@ def fp8_size(
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.stored import Wanted
     from ckpttool.report import fp8_size as report
+    from ckpttool.report.render import show
 
     opened = source.open_options()
     by, unit = one_of(by, "--by", *BY), one_of(unit, "--unit", *report.UNITS)
@@ -135,6 +136,6 @@ def fp8_size(
     )
     found = answer(src, opened, question)
     with reader_may_leave():
-        report.show_fp8_size(found, by=by or "class", unit=unit, as_json=shown.json, quiet=shown.quiet)
+        show(report.document(found, by=by or "class", unit=unit), as_json=shown.json, quiet=shown.quiet)
     if not found.ok:
         raise typer.Exit(3)

@@ -1,62 +1,64 @@
-"""What ``fp8-size`` worked out, for people and for programs."""
+"""The document of ``fp8-size``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckpttool.answers.document import BarCell, Document, DocumentCell, Paragraph, Section, Table
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
-from ckpttool.report import text
-from ckpttool.report.meters import bar
-from ckpttool.report.tables import fit, wrapped
-from ckpttool.report.text import aligned, dump, pick, ranks, shape
+from ckpttool.report.text import pick, ranks, shape
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport
     from ckpttool.ops.fp8_size.cache import Cache
     from ckpttool.ops.fp8_size.resident import Ranks
-    from ckpttool.ops.fp8_size.stored import Row, Total
     from ckpttool.ops.fp8_size.training import Training
 
-SCHEMA = "ckpttool.fp8-size/1"
 UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
-BAR = 16
-"""Characters of the longest bar, on a terminal."""
+_LAST = ("GB", "GiB", "tensors")
+"""What a narrow terminal loses last: one size in bytes stays."""
+_TOTAL = "tensors parameters elements bytes=nbytes"
+
+H = TypeVar("H", bound=Hashable)
 
 
-def show_fp8_size(report: SizeReport, *, by: str, unit: str, as_json: bool, quiet: bool = False) -> None:
-    """Print the report, when ``quiet`` only its verdict or the total; ``unit`` "" shows GB and GiB."""
-    if as_json:
-        data = to_json(report, by)
-        dump(data, entries=len(data.get("tensors", ())))
-        return
-    if quiet:
-        text.write("\n".join(_verdict(report)) or _head(report))
-        return
-    text.notes(report.notes)
-    units = [unit] if unit else ["GB", "GiB"]
-    parts = [*_verdict(report), _head(report), _table(report, by, units), _files(report, units)]
-    if report.ranks is not None:
-        parts += _ranks(report, report.ranks, units)
-    text.write(wrapped("\n".join(parts)))
+def document(report: SizeReport, *, by: str, unit: str = "") -> Document:
+    """``by`` names the rows of the table; sizes are in ``unit`` or, where it is "", in GB and GiB. --quiet leaves the
+    verdict, or without one the total."""
+
+    def sections() -> Iterator[Section]:
+        units = [u for u in ([unit] if unit else ["GB", "GiB"]) if u != "B"]
+        parts: list[Sequence[Section]] = []
+        if verdict := _verdict(report):
+            parts.append([Paragraph(verdict, wrap=True, quiet=True)])
+        parts.append([Paragraph(_head(report), wrap=True, quiet=not verdict)])
+        parts += [[_table(report, by, units)], [_files(report, units)]]
+        if report.ranks is not None:
+            parts += _ranks(report, report.ranks, units)
+        for i, part in enumerate(parts):
+            yield from [Paragraph("")] if i else []
+            yield from part
+
+    entries = report.applied.total.tensors if by == "tensor" else 0
+    return Document(lambda: _json(report, by), sections, report.notes, entries)
 
 
 # -- people
 
 
-def _amount(n: int, unit: str) -> str:
-    return f"{n:,}" if unit == "B" else f"{n / UNITS[unit]:,.3f}"
+def _sizes(n: int, units: Sequence[str]) -> list[DocumentCell]:
+    """Exact bytes, and the same in the units."""
+    return [n, *(f"{n / UNITS[u]:,.3f}" for u in units)]
 
 
-def _amounts(n: int, units: Sequence[str]) -> list[str]:
-    """Exact bytes, and the units."""
-    return [f"{n:,}", *(_amount(n, u) for u in units if u != "B")]
-
-
-def _columns(units: Sequence[str]) -> list[str]:
-    return ["bytes", *(u for u in units if u != "B")]
+def _aligned(
+    header: Sequence[str], rows: Sequence[Sequence[DocumentCell]], first: int = 1, drop: Sequence[str] = _LAST
+) -> Table:
+    """Columns of numbers from ``first`` on."""
+    return Table(header, rows, drop=drop, right=range(first, len(header)), tabs=False)
 
 
 def _recipe(report: SizeReport) -> str:
@@ -72,8 +74,8 @@ def _recipe(report: SizeReport) -> str:
     return "as-is: what is stored"
 
 
-def _verdict(report: SizeReport) -> list[str]:
-    """What was asked with yes or no, before all numbers."""
+def _verdict(report: SizeReport) -> str:
+    """What was asked with yes or no, before all numbers; "" where nothing was."""
     lines = []
     if found := report.total_size:
         lines.append(
@@ -98,7 +100,7 @@ def _verdict(report: SizeReport) -> list[str]:
             lines += [f"would fit: {r.options} ({short(r.needed)})" for r in report.remedies]
             if not report.remedies:
                 lines.append("nothing that was tried fits: more ranks, 4-bit weights, an FP8 cache")
-    return ["\n".join(lines) + "\n"] if lines else []
+    return "\n".join(lines)
 
 
 def _possible(found: Ranks) -> str:
@@ -120,68 +122,39 @@ def _head(report: SizeReport) -> str:
     if applied.kept and applied.quantised:
         why = ", ".join(f"{n:,} {w}" for w, n in applied.kept.items())
         lines.append(f"{count(sum(applied.kept.values()), 'tensor')} in high precision ({why})")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _table(report: SizeReport, by: str, units: Sequence[str]) -> str:
+def _table(report: SizeReport, by: str, units: Sequence[str]) -> Table:
     from ckpttool.ops.fp8_size.stored import in_order
 
     applied = report.applied
+    rows: list[list[DocumentCell]] = []
     if by == "tensor":
-        header: list[str] = ["tensor", "class", "dtype", "shape", "parameters", "elements", *_columns(units)]
-        rows = [
-            [plain(r.name), r.kind, r.dtype, shape(r.shape), *_numbers(r, units)]
-            for r in in_order(report.model, report.applied)
-        ]
-        return _fitted([header, *rows], right=range(4, len(header)), drop=("elements", "class", "shape", *_LAST))
-    tables = {"class": applied.classes, "dtype": applied.dtypes, "module": applied.modules}
-    found = tables[by]
+        for r in in_order(report.model, applied):
+            numbers: list[DocumentCell] = [r.parameters, r.elements, *_sizes(r.nbytes, units)]
+            rows.append([plain(r.name), r.kind, r.dtype, shape(r.shape), *numbers])
+        header = ("tensor", "class", "dtype", "shape", "parameters", "elements", "bytes", *units)
+        return _aligned(header, rows, 4, ("elements", "class", "shape", *_LAST))
+    found = {"class": applied.classes, "dtype": applied.dtypes, "module": applied.modules}[by]
     largest = max((t.nbytes for t in found.values()), default=0)
-    rows = [[plain(name), f"{t.tensors:,}", *_numbers(t, units), _bar(t.nbytes, largest)] for name, t in found.items()]
-    rows.append(["total", f"{applied.total.tensors:,}", *_numbers(applied.total, units), ""])
-    header = [by, "tensors", "parameters", "elements", *_columns(units), ""]
-    if not text.on_terminal():
-        return aligned([row[:-1] for row in (header, *rows)], right=range(1, len(header)))
-    return _fitted(
-        [header, *rows], right=range(1, len(header) - 1), drop=("elements", "GiB", "", "parameters", "GB", "tensors")
-    )
+    for name, t in (*found.items(), ("total", applied.total)):
+        bar = BarCell(None if t is applied.total or not largest else t.nbytes / largest)
+        rows.append([plain(name), t.tensors, t.parameters, t.elements, *_sizes(t.nbytes, units), bar])
+    header = (by, "tensors", "parameters", "elements", "bytes", *units, "")
+    table = _aligned(header, rows, 1, ("elements", "GiB", "", "parameters", "GB", "tensors"))
+    return replace(table, right=range(1, len(header) - 1))
 
 
-def _numbers(of: Total | Row, units: Sequence[str]) -> list[str]:
-    return [f"{of.parameters:,}", f"{of.elements:,}", *_amounts(of.nbytes, units)]
-
-
-_LAST = ("GB", "GiB", "tensors")
-"""What a narrow terminal shows last to go: one size in bytes stays."""
-
-
-def _fitted(rows: list[list[str]], *, right: Iterable[int], drop: Sequence[str] = _LAST) -> str:
-    """A table with a header, on a terminal without the columns for which there is no room."""
-    if not text.on_terminal():
-        return aligned(rows, right=right)
-    return aligned(*fit(rows, drop=[name for name in drop if name in rows[0]], right=right))
-
-
-def _bar(n: int, largest: int) -> str:
-    return bar(n / largest, BAR) if largest else ""
-
-
-def _files(report: SizeReport, units: Sequence[str]) -> str:
+def _files(report: SizeReport, units: Sequence[str]) -> Table:
     disk = report.disk
-    rows = [
-        ["on disk", *_columns(units)],
-        ["tensors (total_size)", *_amounts(disk.payload, units)],
-        ["headers", *_amounts(disk.headers, units)],
-        [count(disk.files, "file"), *_amounts(disk.size, units)],
-    ]
-    if disk.index:
-        rows.append(["index.json, besides", *_amounts(disk.index, units)])
-    return _fitted(rows, right=range(1, len(rows[0])))
+    rows = [("tensors (total_size)", disk.payload), ("headers", disk.headers), (count(disk.files, "file"), disk.size)]
+    rows += [("index.json, besides", disk.index)] if disk.index else []
+    return _aligned(("on disk", "bytes", *units), [[name, *_sizes(n, units)] for name, n in rows])
 
 
-def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
+def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> Iterator[Sequence[Section]]:
     """Everything about ranks: whether they can be, what they hold, whether it fits."""
-    out = []
     lines = [f"per rank: {found.mesh}"]
     rows, padded = found.vocabulary
     if padded > rows:
@@ -192,38 +165,34 @@ def _ranks(report: SizeReport, found: Ranks, units: Sequence[str]) -> list[str]:
         lines += [f"not possible: `{plain(m.name)}` {shape(m.shape)}: {m.why}" for m in found.misfits]
     elif found.checked:
         lines.append("every cut and every joined part is a multiple of the block")
-    out.append("\n".join(lines) + "\n")
+    yield [Paragraph("\n".join(lines), wrap=True)]
     if report.training is not None:
-        out.append(_training(report.training, units))
+        yield _training(report.training, units)
     elif found.held:
-        out.append(_serving(report, found, units))
+        yield [_serving(report, found, units)]
     if report.cache is not None:
-        out.append(_cache(report.cache))
-    out.append("not modelled: " + ", ".join(report.not_modelled) + "\n")
-    return out
+        yield [Paragraph(_cache(report.cache), wrap=True)]
+    yield [Paragraph("not modelled: " + ", ".join(report.not_modelled), wrap=True)]
 
 
-def _groups(rows: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
+def _groups(rows: Iterable[H]) -> dict[H, list[int]]:
     """Ranks with equal rows."""
-    out: dict[tuple[Any, ...], list[int]] = {}
+    out: dict[H, list[int]] = {}
     for rank, row in enumerate(rows):
         out.setdefault(row, []).append(rank)
     return out
 
 
-def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> str:
+def _serving(report: SizeReport, found: Ranks, units: Sequence[str]) -> Table:
     cache = report.cache
-    stages = [at.pp for at in found.mesh.all_coords()]
-    used = [cache.used(s) if cache else 0 for s in stages]
-    rows = [(w.experts, w.dense, n) for w, n in zip(found.held, used, strict=True)]
-    names = ["experts", "other weights", "KV"]
+    used = [cache.used(at.pp) if cache else 0 for at in found.mesh.all_coords()]
+    held = [(w.experts, w.dense, n) for w, n in zip(found.held, used, strict=True)]
     # A part that no rank has is left out.
-    shown = [i for i in range(3) if any(row[i] for row in rows)]
-    header = ["ranks", *(names[i] for i in shown), *_columns(units)]
-    table = [header]
-    for row, numbers in _groups(rows).items():
-        table.append([ranks(numbers), *(f"{row[i]:,}" for i in shown), *_amounts(sum(row), units)])
-    return _fitted(table, right=range(1, len(header)))
+    shown = [i for i in range(3) if any(row[i] for row in held)]
+    header = ("ranks", *(("experts", "other weights", "KV")[i] for i in shown), "bytes", *units)
+    groups = _groups(held).items()
+    rows = [[ranks(numbers), *(row[i] for i in shown), *_sizes(sum(row), units)] for row, numbers in groups]
+    return _aligned(header, rows)
 
 
 def _cache(c: Cache) -> str:
@@ -248,34 +217,33 @@ def _cache(c: Cache) -> str:
             lines.append(
                 f"engine reserve, {c.batch:,} x {c.length or c.tokens:,} tokens in every layer: {reserved:,} bytes"
             )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _training(t: Training, units: Sequence[str]) -> str:
+def _training(t: Training, units: Sequence[str]) -> list[Section]:
     head = f"training: ZeRO-{t.zero}, dp {t.dp}"
     if t.expert_dp != t.dp:
         head += f" (experts {t.expert_dp})"
     head += f", gradients {t.gradient}, master weights {t.master}, moments {t.moment}"
     if t.transposed:
         head += ", codes twice (transposed)"
-    header = ["ranks", "weights", "gradients", "masters", "moments", *_columns(units)]
-    rows = [header]
-    for state, numbers in _groups(tuple(s) for s in t.held).items():
-        rows.append([ranks(numbers), *(f"{n:,}" for n in state), *_amounts(sum(state), units)])
-    return head + "\n" + _fitted(rows, right=range(1, len(header)))
+    groups = _groups(tuple(s) for s in t.held).items()
+    rows = [[ranks(numbers), *state, *_sizes(sum(state), units)] for state, numbers in groups]
+    header = ("ranks", "weights", "gradients", "masters", "moments", "bytes", *units)
+    return [Paragraph(head, wrap=True), _aligned(header, rows)]
 
 
 # -- programs
 
 
-def to_json(report: SizeReport, by: str) -> dict[str, Any]:
+def _json(report: SizeReport, by: str) -> dict[str, Any]:
     """The whole report; whole numbers are exact."""
     from ckpttool.ops.fp8_size.stored import in_order
 
     model, applied, disk = report.model, report.applied, report.disk
     chosen = applied.scheme
     out: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": "ckpttool.fp8-size/1",
         "path": str(model.path),
         "format": model.format,
         "family": model.family.name,
@@ -309,9 +277,6 @@ def to_json(report: SizeReport, by: str) -> dict[str, Any]:
     if report.ranks is not None:
         out |= _ranks_json(report, report.ranks)
     return {**out, "not_modelled": list(report.not_modelled), "notes": report.notes}
-
-
-_TOTAL = "tensors parameters elements bytes=nbytes"
 
 
 def _ranks_json(report: SizeReport, found: Ranks) -> dict[str, Any]:
