@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
+from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import Answer, View
@@ -22,7 +23,7 @@ from ckpttool.report.findings import parsed, write_findings
 from ckpttool.report.meters import bar
 from ckpttool.report.render import draws, show
 from ckpttool.report.tables import fit, width
-from ckpttool.report.text import aligned, columns_of, shape, size
+from ckpttool.report.text import aligned, columns_of, size
 from ckpttool.storage.place import resolved
 from ckpttool.storage.system import beside
 

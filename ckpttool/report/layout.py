@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ckpttool.answers.fields import shape
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Group, Held, Layout, grid
-from ckpttool.report.text import ranks, shape, size
+from ckpttool.report.text import ranks, size
 
 _INDENT = "    "
 WIDTH = 80 - len(_INDENT)

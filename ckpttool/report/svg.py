@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
+from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Holding, Layout, Ranks
@@ -28,7 +29,7 @@ from ckpttool.report.strips import (
     stage_strips,
 )
 from ckpttool.report.tables import middle
-from ckpttool.report.text import ranks, shape
+from ckpttool.report.text import ranks
 
 PAGE = 1040
 TALL = 1470

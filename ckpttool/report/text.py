@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from ckpttool.answers.fields import pick as pick  # noqa: PLC0414 - the renderers import both from here
-from ckpttool.answers.fields import shape as shape  # noqa: PLC0414
 from ckpttool.core.words import ranges, short
 from ckpttool.errors import UNSEEN, plain, unprinted
 from ckpttool.report.style import painted
