@@ -58,14 +58,14 @@ def inspect(
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
     from ckpttool.core.catalog import COMPONENTS
-    from ckpttool.ops.inspect.listing import Choice
+    from ckpttool.ops.inspect.listing import TensorChoice
     from ckpttool.report.inspect import prepare, show_answer
 
     opened = source.open_options()
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = bytes_of(min_size, "--min-size") or 0
-    choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
+    choice = TensorChoice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(view).items() if v is not None}
     asked = chosen(choice, **given, second=second, on=on)
     prepare(asked, as_json=shown.json)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import Answer, View
+from ckpttool.ops.inspect.views.base import View, ViewAnswer
 from ckpttool.ops.inspect.views.check import CheckAnswer
-from ckpttool.ops.inspect.views.page import PageView, Survey
+from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.ops.inspect.views.ranks import LayoutDrawing, RanksAnswer
 from ckpttool.ops.inspect.views.show import Elements
 from ckpttool.ops.inspect.views.tree import TreeDrawing
-from ckpttool.ops.inspect.views.values import Bars, FoldedStats
+from ckpttool.ops.inspect.views.values import FoldedStats, HistogramBars
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_lines
 from ckpttool.report.findings import parsed, write_findings
@@ -28,8 +28,8 @@ from ckpttool.storage.place import resolved
 from ckpttool.storage.system import beside
 
 if TYPE_CHECKING:
-    from ckpttool.ops.inspect.listing import ComponentTotal, Listing
-    from ckpttool.ops.inspect.tree import Line
+    from ckpttool.ops.inspect.listing import ComponentTotal, TensorListing
+    from ckpttool.ops.inspect.tree import TreeLine
 
 BAR = 50
 """Characters of the longest bar of a histogram."""
@@ -49,14 +49,14 @@ def prepare(view: View, *, as_json: bool) -> None:
 
 
 @singledispatch
-def show_answer(answer: Answer, *, as_json: bool, quiet: bool = False) -> int:
+def show_answer(answer: ViewAnswer, *, as_json: bool, quiet: bool = False) -> int:
     """Print an answer, and write the files that go with it. Returns the exit code."""
     show(answer.document(), as_json=as_json, quiet=quiet)
     return 0 if answer.ok else 3
 
 
 @show_answer.register
-def _show_survey(answer: Survey, *, as_json: bool, quiet: bool = False) -> int:
+def _show_survey(answer: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
     from ckpttool.report.survey import show_survey  # with the page, which few need
 
     return show_survey(answer, as_json=as_json, quiet=quiet)
@@ -121,7 +121,7 @@ def _elements(section: Elements) -> None:
 
 
 @draws
-def _bars(section: Bars) -> None:
+def _bars(section: HistogramBars) -> None:
     v = section.values
     h = v.histogram
     if h is None:
@@ -139,7 +139,7 @@ def _bars(section: Bars) -> None:
     text.write(aligned(rows, right=(0, 1, 2), indent="  "))
 
 
-def _summary(listing: Listing) -> str:
+def _summary(listing: TensorListing) -> str:
     """A few lines: what it is, how large, and which components or dtypes."""
     from ckpttool.formats.paddle import Native
     from ckpttool.ops.inspect.identity import identify
@@ -223,7 +223,7 @@ def _with_shares(
     return [[*row[:5], b, *row[5:]] for row, b in zip(cells, bars, strict=True)], right
 
 
-def _tree_line(line: Line, *, headed: bool) -> tuple[str, ...]:
+def _tree_line(line: TreeLine, *, headed: bool) -> tuple[str, ...]:
     node, n = line.node, line.times * line.node.count
     return (
         "  " * (line.depth + headed) + (plain(node.label) or "."),

@@ -20,8 +20,8 @@ from ckpttool.kernels.stats import Stats
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.inspect.drift import Drift
 from ckpttool.ops.inspect.identity import identify, large
-from ckpttool.ops.inspect.listing import Listing, mesh_text, relative, sharding_of
-from ckpttool.ops.inspect.views.page import PageView, Survey
+from ckpttool.ops.inspect.listing import TensorListing, mesh_text, relative, sharding_of
+from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.report import text
 from ckpttool.report.files import refuse_others, save
 from ckpttool.report.findings import parsed, write_findings
@@ -57,7 +57,7 @@ def _path(view: PageView) -> Path:
     return view.html
 
 
-def show_survey(survey: Survey, *, as_json: bool, quiet: bool = False) -> int:
+def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
     """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
     made, size = write_page(survey)
     if not as_json and not quiet:
@@ -75,7 +75,7 @@ def show_survey(survey: Survey, *, as_json: bool, quiet: bool = False) -> int:
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
 
 
-def write_page(survey: Survey) -> tuple[Document, int]:
+def write_page(survey: ReportContents) -> tuple[Document, int]:
     """Write the page; returns what it shows, and its bytes. Raises OutputError."""
     made = document(survey)
     page = render(made)
@@ -83,7 +83,7 @@ def write_page(survey: Survey) -> tuple[Document, int]:
     return made, len(page.encode(errors="backslashreplace"))
 
 
-def _what(survey: Survey) -> str:
+def _what(survey: ReportContents) -> str:
     """What the report is of, in a few words."""
     parts = [count(len(survey.listing.rows), "tensor")] if survey.listing is not None else ["no tensors"]
     parts += ["statistics"] if survey.values else []
@@ -93,7 +93,7 @@ def _what(survey: Survey) -> str:
     return ", ".join(parts)
 
 
-def _verdict(survey: Survey) -> str:
+def _verdict(survey: ReportContents) -> str:
     errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
     return ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n) or "no problem found"
 
@@ -129,7 +129,7 @@ def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> Se
     return cast("Section", about | rest)
 
 
-def document(survey: Survey) -> Document:
+def document(survey: ReportContents) -> Document:
     """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
     listing = survey.listing
     sections: list[Section] = []
@@ -162,7 +162,7 @@ def _said(error: CkptError) -> str:
     return " ".join([error.what, *(f"({w})" for w in error.where[:1])])
 
 
-def _facts(survey: Survey) -> Iterator[list[str]]:
+def _facts(survey: ReportContents) -> Iterator[list[str]]:
     """Labels and texts of a few words, what matters most first."""
     listing = survey.listing
     if listing is not None:
@@ -176,7 +176,7 @@ def _facts(survey: Survey) -> Iterator[list[str]]:
     yield ["Place", str(survey.path)]
 
 
-def _facts_of(listing: Listing) -> Iterator[list[str]]:
+def _facts_of(listing: TensorListing) -> Iterator[list[str]]:
     stored, known, totals = listing.stored, identify(listing), listing.totals()
     if known.parameters is not None:
         yield ["Parameters", large(known.parameters)]
@@ -202,7 +202,7 @@ def _facts_of(listing: Listing) -> Iterator[list[str]]:
 # -- tensors
 
 
-def _tensors(survey: Survey, listing: Listing) -> Tensors:
+def _tensors(survey: ReportContents, listing: TensorListing) -> Tensors:
     rows = listing.rows
     files = [*(relative(f.place, listing.stored.root) for f in listing.files), None]
     columns: list[Column] = [
@@ -271,7 +271,7 @@ def _measured(stats: Sequence[Stats | None]) -> list[Column]:
     return out
 
 
-def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
+def _apart(diff: DiffResult, listing: TensorListing) -> list[Column]:
     """How far each tensor is from OTHER's: 0 for equal ones, None where it is not known."""
     changed = {d.name: d for d in diff.elements}
     alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
@@ -304,7 +304,7 @@ def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
 # -- by layer
 
 
-def _by_layer(survey: Survey) -> Iterator[Section]:
+def _by_layer(survey: ReportContents) -> Iterator[Section]:
     """Plots of the model's statistics; of the first component where there is no model."""
     listing = survey.listing
     if listing is None or not listing.components:
@@ -402,7 +402,7 @@ def _map(
 # -- findings and changes
 
 
-def _findings(survey: Survey) -> Section:
+def _findings(survey: ReportContents) -> Section:
     words = {ERROR: "error", WARNING: "warning", INFO: "note"}
     found = []
     for f, more in folded(survey.check.findings):

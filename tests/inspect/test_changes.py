@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.ops.inspect.views.base import Subject
+from ckpttool.ops.inspect.views.base import InspectedSource
 from ckpttool.ops.inspect.views.registry import VIEWS
 from tests.helpers.command import ckpttool
 
@@ -34,7 +34,7 @@ def changes(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> No
     """Let something happen after a view has looked, and before its answer is believed."""
     for view in VIEWS:
 
-        def changing(self: Any, at: Subject, look: Callable[[Any, Subject], Any] = view.look) -> Any:
+        def changing(self: Any, at: InspectedSource, look: Callable[[Any, InspectedSource], Any] = view.look) -> Any:
             found = look(self, at)
             change()
             return found

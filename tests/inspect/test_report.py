@@ -19,9 +19,9 @@ from ckpttool.core.mesh import Mesh
 from ckpttool.errors import OutputError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.kernels.stats import Histogram, Stats
-from ckpttool.ops.inspect.listing import Choice, Listing, Row
+from ckpttool.ops.inspect.listing import TensorChoice, TensorListing, TensorRow
 from ckpttool.ops.inspect.values import Values
-from ckpttool.ops.inspect.views.page import PageView, Survey
+from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.ops.inspect.views.registry import look
 from ckpttool.report.page import render
 from ckpttool.report.survey import document
@@ -273,8 +273,8 @@ def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
 
 
 def test_documents_have_each_section_once(model: Path) -> None:
-    found = look(PageView(choice=Choice(), stats=True), model, OpenOptions())
-    assert isinstance(found, Survey)
+    found = look(PageView(choice=TensorChoice(), stats=True), model, OpenOptions())
+    assert isinstance(found, ReportContents)
     made = document(found)
     ids = [s["id"] for s in made["sections"]]
     assert ids == ["sizes", "norms", "extremes", "outliers", "zeros", "findings", "tensors"]
@@ -283,7 +283,7 @@ def test_documents_have_each_section_once(model: Path) -> None:
 def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.MonkeyPatch) -> None:
     n, rng = 2000, np.random.default_rng(0)
     rows = [
-        Row(f"model.layers.{i // 256}.mlp.experts.{i % 256}.up.weight", "BF16", (64, 99), 12672, -1, 0, 1)
+        TensorRow(f"model.layers.{i // 256}.mlp.experts.{i % 256}.up.weight", "BF16", (64, 99), 12672, -1, 0, 1)
         for i in range(n)
     ]
     std = 0.02 * np.exp(rng.normal(0, 0.15, n))
@@ -293,9 +293,9 @@ def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.
         bins = np.exp(-0.5 * (np.linspace(a, b, 20) / s) ** 2)
         stats = Stats(6336, a, b, float(mean), s, max(b, -a), 0, 0, int(rng.poisson(9)), None)
         values.append(Values(row, stats, Histogram((), tuple(map(int, rng.poisson(600 * bins))))))
-    found = Survey(PageView(choice=Choice(), stats=True), Path("x"), CheckResult(Path("x")))
+    found = ReportContents(PageView(choice=TensorChoice(), stats=True), Path("x"), CheckResult(Path("x")))
     stored = StoredCheckpoint("hf", Path("x"), [], [], Mesh())
-    found.listing = Listing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
+    found.listing = TensorListing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
     found.values = tuple(values)
     made = document(found)
     empty = len(render({**made, "tensors": {"names": [], "columns": []}}))

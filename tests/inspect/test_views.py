@@ -13,9 +13,9 @@ from ckpttool.answers.document import Document, Table
 from ckpttool.cli.app import app
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import OpenOptions
-from ckpttool.ops.inspect.listing import Choice
+from ckpttool.ops.inspect.listing import TensorChoice
 from ckpttool.ops.inspect.views import registry
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 from ckpttool.ops.inspect.views.registry import VIEWS, chosen, look
 from ckpttool.report.inspect import show_answer
 from tests.helpers.command import ckpttool
@@ -31,7 +31,7 @@ class LongestView(View):
     whole = True
     longest: bool = flag("--longest", "The longest name.")
 
-    def look(self, at: Subject) -> LongestAnswer:
+    def look(self, at: InspectedSource) -> LongestAnswer:
         return LongestAnswer(at.tensors())
 
 
@@ -48,13 +48,13 @@ class LongestAnswer(ListingAnswer):
 
 def test_a_new_view_is_one_class_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(registry, "VIEWS", (*VIEWS, LongestView)):
-        view = chosen(Choice(), longest=True)
+        view = chosen(TensorChoice(), longest=True)
         with pytest.raises(UsageError, match="--list and --longest are different questions"):
-            chosen(Choice(), longest=True, list_=True)
+            chosen(TensorChoice(), longest=True, list_=True)
         with pytest.raises(UsageError, match="--longest looks at a whole checkpoint"):
-            chosen(Choice(patterns=("*",)), longest=True)
+            chosen(TensorChoice(patterns=("*",)), longest=True)
         with pytest.raises(UsageError, match="--longest is not part of a report"):
-            chosen(Choice(), longest=True, html=Path("page.html"))
+            chosen(TensorChoice(), longest=True, html=Path("page.html"))
     assert show_answer(look(view, SRC, OpenOptions()), as_json=False) == 0
     name = "model.layers.0.post_attention_layernorm.weight"
     assert capsys.readouterr().out == f"name\n{name}\n"

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, either, short, some
 from ckpttool.errors import plain
-from ckpttool.answers.fields import shape
 from ckpttool.report import text
 from ckpttool.report.tables import table
 

@@ -22,7 +22,7 @@ from ckpttool.errors import CkptError, plain
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.formats.parts import parts_of
-from ckpttool.ops.inspect.listing import Listing, Row
+from ckpttool.ops.inspect.listing import TensorListing, TensorRow
 from ckpttool.storage.listing import list_source
 
 ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
@@ -130,7 +130,7 @@ def large(n: int) -> str:
     return f"{n:,}"
 
 
-def identify(listing: Listing) -> Identity:
+def identify(listing: TensorListing) -> Identity:
     """What a checkpoint is, whatever was chosen of it."""
     stored, rows = listing.stored, listing.every
     config = stored.config
@@ -169,7 +169,7 @@ def family_name(config: Mapping[str, Any], otherwise: str = "") -> str:
 # -- parameters
 
 
-def parameters(rows: Sequence[Row], config: Mapping[str, Any]) -> Counter[str]:
+def parameters(rows: Sequence[TensorRow], config: Mapping[str, Any]) -> Counter[str]:
     """Parameters by dtype: a tied head once, codes as the weights that they stand for."""
     counted: Counter[tuple[str, tuple[int, ...]]] = Counter(map(itemgetter(1, 2), rows))
     out: Counter[str] = Counter()
@@ -239,7 +239,7 @@ _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm"
 _NAMES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8 (E5M2)", "F8_E4M3FNUZ": "FP8", "F8_E5M2FNUZ": "FP8 (E5M2)"}
 
 
-def _precision(elements: Counter[str], rows: Sequence[Row], config: Mapping[str, Any]) -> str:
+def _precision(elements: Counter[str], rows: Sequence[TensorRow], config: Mapping[str, Any]) -> str:
     """How most parameters are stored."""
     most = max(elements, key=lambda d: (elements[d], d), default="")
     said = quantization(config)
@@ -272,7 +272,7 @@ def _precision(elements: Counter[str], rows: Sequence[Row], config: Mapping[str,
 # -- what names say
 
 
-def _layers(rows: Iterable[Row]) -> int:
+def _layers(rows: Iterable[TensorRow]) -> int:
     """Layers of the tower that has most."""
     towers: dict[str, set[str]] = {}
     for r in rows:
@@ -281,7 +281,7 @@ def _layers(rows: Iterable[Row]) -> int:
     return max(map(len, towers.values()), default=0)
 
 
-def _experts(rows: Iterable[Row]) -> int:
+def _experts(rows: Iterable[TensorRow]) -> int:
     return len({m[1] for r in rows if (m := _EXPERT.search(r.parameter))})
 
 

@@ -8,10 +8,10 @@ from ckpttool.answers.fields import pick
 from ckpttool.answers.programs import program_json
 from ckpttool.formats.paddle import Native
 from ckpttool.ops.inspect.identity import Identity, identify
-from ckpttool.ops.inspect.listing import Listing, sharding_of
+from ckpttool.ops.inspect.listing import TensorListing, sharding_of
 
 
-def listing_json(listing: Listing) -> dict[str, Any]:
+def listing_json(listing: TensorListing) -> dict[str, Any]:
     """Where it lies, what it is, and how much of it was chosen."""
     native = listing.stored.native
     return {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.execute import Progress
     from ckpttool.execute.fleets.base import Fleet
     from ckpttool.formats.base import OpenOptions
-    from ckpttool.ops.inspect.listing import Choice, Listing
+    from ckpttool.ops.inspect.listing import TensorChoice, TensorListing
 
 SCHEMA = "ckpttool.inspect/1"
 
@@ -45,7 +45,7 @@ def value(name: str, metavar: str, about: str, kind: Any = str, **more: Any) -> 
     return field(default=default, metadata={"option": ViewOption(name, about, kind, metavar, **more)})
 
 
-class Subject(NamedTuple):
+class InspectedSource(NamedTuple):
     """What a view looks at, and with what."""
 
     src: AnyPlace
@@ -60,7 +60,7 @@ class Subject(NamedTuple):
 
         return self.watch or NoProgress()
 
-    def tensors(self, choice: Choice | None = None, *, stored_too: bool = False) -> Listing:
+    def tensors(self, choice: TensorChoice | None = None, *, stored_too: bool = False) -> TensorListing:
         """See ``list_tensors``."""
         from ckpttool.ops.inspect.listing import list_tensors
 
@@ -75,7 +75,7 @@ class View(ABC):
     Fields without are filled from options of this name that another view, or the command, has.
     """
 
-    choice: Choice
+    choice: TensorChoice
     """Of tensors."""
 
     name: ClassVar[str]
@@ -141,16 +141,16 @@ class View(ABC):
         return ()
 
     @abstractmethod
-    def look(self, at: Subject) -> Answer:
+    def look(self, at: InspectedSource) -> ViewAnswer:
         """The answer. Raises what ``open_checkpoint`` raises, and UsageError for what is not there."""
 
 
-def narrows(choice: Choice) -> bool:
+def narrows(choice: TensorChoice) -> bool:
     """Whether patterns, dtypes or sizes choose among the tensors."""
     return bool(choice.patterns or choice.dtypes or choice.min_size)
 
 
-class Answer(ABC):
+class ViewAnswer(ABC):
     """What a view has found."""
 
     name: ClassVar[str]
@@ -172,10 +172,10 @@ class Answer(ABC):
 
 
 @dataclass(frozen=True)
-class ListingAnswer(Answer):
+class ListingAnswer(ViewAnswer):
     """What is seen of one checkpoint."""
 
-    listing: Listing
+    listing: TensorListing
 
     @property
     def files(self) -> Sequence[DataFile]:

@@ -11,7 +11,7 @@ from ckpttool.answers.fields import pick
 from ckpttool.answers.findings import folded
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag, narrows, value
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, narrows, value
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult
@@ -57,7 +57,7 @@ class CheckView(View):
         if narrows(self.choice):
             raise UsageError("--check looks at a whole checkpoint or at what it names; filters do not apply")
 
-    def look(self, at: Subject) -> CheckAnswer:
+    def look(self, at: InspectedSource) -> CheckAnswer:
         from ckpttool.ops.inspect.check import check
 
         only = tuple(self.choice.components)
@@ -66,7 +66,7 @@ class CheckView(View):
 
 
 @dataclass(frozen=True)
-class CheckAnswer(Answer):
+class CheckAnswer(ViewAnswer):
     """Findings, and what was checked."""
 
     name = "check"

@@ -12,7 +12,7 @@ from ckpttool.answers.document import BarCell, Document, Message, Paragraph, Per
 from ckpttool.answers.fields import finite, number, pick
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag, value
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, value
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace, DataFile
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(View):
+class ComparingView(View):
     """What a view has that compares SRC with another checkpoint."""
 
     diff: AnyPlace | None = None
@@ -63,7 +63,7 @@ class Comparison(View):
         if self.diff is not None and (self.choice.dtypes or self.choice.min_size):
             raise UsageError("--dtype and --min-size do not apply to --diff", hint="use --filter")
 
-    def compared(self, at: Subject) -> DiffResult:
+    def compared(self, at: InspectedSource) -> DiffResult:
         """SRC and the other checkpoint. Raises what ``diff`` raises."""
         from ckpttool.ops.inspect.diff import diff
 
@@ -81,7 +81,7 @@ class Comparison(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffView(Comparison):
+class DiffView(ComparingView):
     """Names, dtypes and shapes; with ``values`` or a tolerance the elements, too."""
 
     name = "diff"
@@ -125,12 +125,12 @@ class DiffView(Comparison):
         if (self.atol is not None or self.rtol is not None) and self.diff is None:
             raise UsageError("--atol and --rtol belong to --diff")
 
-    def look(self, at: Subject) -> DiffAnswer:
+    def look(self, at: InspectedSource) -> DiffAnswer:
         return DiffAnswer(self.compared(at))
 
 
 @dataclass(frozen=True)
-class DiffAnswer(Answer):
+class DiffAnswer(ViewAnswer):
     """Every difference, and how far both are apart."""
 
     name = "diff"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.answers.document import Document, Message, Paragraph, Section
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.suggest import Suggestion
@@ -21,7 +21,7 @@ class FamilyView(View):
     whole = True
     suggest_family: bool = flag("--suggest-family", "Print a family file to start from, for a model that none is for.")
 
-    def look(self, at: Subject) -> FamilyAnswer:
+    def look(self, at: InspectedSource) -> FamilyAnswer:
         from ckpttool.formats.parts import parts_of
         from ckpttool.ops.inspect.suggest import suggest
 

@@ -10,7 +10,7 @@ from ckpttool.answers.document import Document, Table
 from ckpttool.answers.fields import pick
 from ckpttool.core.words import ranges
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.listing import FileRow
@@ -24,7 +24,7 @@ class FilesView(View):
     whole = True
     files: bool = flag("--files", "One file a line.")
 
-    def look(self, at: Subject) -> FilesAnswer:
+    def look(self, at: InspectedSource) -> FilesAnswer:
         from ckpttool.ops.inspect.listing import file_rows
 
         listing = at.tensors(stored_too=True)

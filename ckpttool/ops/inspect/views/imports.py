@@ -11,7 +11,7 @@ from ckpttool.answers.fields import pick
 from ckpttool.answers.findings import DANGEROUS, INERT, REFUSED
 from ckpttool.core.words import count
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import Import, ImportsResult
@@ -25,14 +25,14 @@ class ImportsView(View):
     whole = True
     imports: bool = flag("--imports", "What the pickles in SRC would import; exit 3 when one is dangerous.")
 
-    def look(self, at: Subject) -> ImportsAnswer:
+    def look(self, at: InspectedSource) -> ImportsAnswer:
         from ckpttool.ops.inspect.imports import list_imports
 
         return ImportsAnswer(list_imports(at.src))
 
 
 @dataclass(frozen=True)
-class ImportsAnswer(Answer):
+class ImportsAnswer(ViewAnswer):
     """Globals by file."""
 
     name = "imports"

@@ -8,7 +8,7 @@ from typing import Any
 from ckpttool.answers.document import Document, Table
 from ckpttool.answers.fields import pick, shape
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class ListView(View):
     name = "list"
     list_: bool = flag("--list", "One tensor a line.")
 
-    def look(self, at: Subject) -> ListAnswer:
+    def look(self, at: InspectedSource) -> ListAnswer:
         return ListAnswer(at.tensors(self.choice, stored_too=True))
 
 

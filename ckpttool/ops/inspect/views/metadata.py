@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpttool.answers.document import Document, Paragraph
 from ckpttool.core.words import count
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class MetadataView(View):
     whole = True
     metadata: bool = flag("--metadata", "Metadata in the files' headers.")
 
-    def look(self, at: Subject) -> MetadataAnswer:
+    def look(self, at: InspectedSource) -> MetadataAnswer:
         from ckpttool.containers.safetensors import read_header
         from ckpttool.ops.inspect.listing import is_safetensors, relative
 

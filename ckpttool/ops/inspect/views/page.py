@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpttool.core.words import count, ranges
 from ckpttool.errors import AccessError, CkptError, UsageError
-from ckpttool.ops.inspect.views.base import Answer, Subject, value
-from ckpttool.ops.inspect.views.diff import Comparison, DiffAnswer
+from ckpttool.ops.inspect.views.base import InspectedSource, ViewAnswer, value
+from ckpttool.ops.inspect.views.diff import ComparingView, DiffAnswer
 
 if TYPE_CHECKING:
     from ckpttool.answers.document import Document
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ckpttool.core.files import DataFile, Place
     from ckpttool.ops.inspect.diff import DiffResult
     from ckpttool.ops.inspect.holdings import Layout
-    from ckpttool.ops.inspect.listing import Holders, Listing
+    from ckpttool.ops.inspect.listing import Holders, TensorListing
     from ckpttool.ops.inspect.values import Values
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageView(Comparison):
+class PageView(ComparingView):
     """What headers show, and the parts that read elements as far as they are asked for."""
 
     name = "report"
@@ -58,7 +58,7 @@ class PageView(Comparison):
     def slow(self) -> bool:
         return self.measures or self.check or self.diff is not None
 
-    def look(self, at: Subject) -> Survey:
+    def look(self, at: InspectedSource) -> ReportContents:
         """What is known of SRC. Raises UsageError and AccessError as the parts do; other errors are in the answer,
         unless they leave nothing to show.
         """
@@ -69,7 +69,7 @@ class PageView(Comparison):
 
         only, values = tuple(self.choice.components), self.checks_elements
         found = check(at.src, at.options, at.progress, values=values, only=only, fleet=at.fleet, sums=self.check)
-        out = Survey(self, parse_place(at.src), found)
+        out = ReportContents(self, parse_place(at.src), found)
         out.listing = listing = out.tried(lambda: at.tensors(replace(self.choice, sort="name"), stored_too=True))
         if listing is None:
             if found.ok or not found.checked.get("file"):
@@ -79,9 +79,9 @@ class PageView(Comparison):
             out.holders = _ranks_of_rows(listing, holders)
             out.layout = out.tried(lambda: layout_of(listing))
         if self.measures:
-            from ckpttool.ops.inspect.values import Wanted, measure
+            from ckpttool.ops.inspect.values import WantedValues, measure
 
-            wanted = Wanted(stats=True, histogram=True)
+            wanted = WantedValues(stats=True, histogram=True)
             out.values = tuple(out.tried(lambda: measure(listing, wanted, at.progress, at.fleet)) or ())
         if self.diff is not None:
             out.diff = out.tried(lambda: self.compared(at))
@@ -89,14 +89,14 @@ class PageView(Comparison):
 
 
 @dataclass(slots=True)
-class Survey(Answer):
+class ReportContents(ViewAnswer):
     """What is known of a checkpoint; None for what was not asked, and for what could not be found out."""
 
     name = "report"
     view: PageView
     path: Place
     check: CheckResult
-    listing: Listing | None = None
+    listing: TensorListing | None = None
     layout: Layout | None = None
     """Which ranks hold what, where there are several."""
     holders: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class Survey(Answer):
             return None
 
 
-def _ranks_of_rows(listing: Listing, holders: Holders) -> tuple[str, ...]:
+def _ranks_of_rows(listing: TensorListing, holders: Holders) -> tuple[str, ...]:
     tensors = {str(t.key): t for t in listing.checkpoint().catalog}
     known: dict[frozenset[int], str] = {}
     out = []

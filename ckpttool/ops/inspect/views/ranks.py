@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.answers.document import Document, Section
 from ckpttool.answers.fields import pick
 from ckpttool.errors import UsageError
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag, value
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag, value
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.holdings import Layout
@@ -30,7 +30,7 @@ class RanksView(View):
         if self.svg is not None and not self.ranks:
             raise UsageError("--svg belongs to --ranks")
 
-    def look(self, at: Subject) -> RanksAnswer:
+    def look(self, at: InspectedSource) -> RanksAnswer:
         from ckpttool.ops.inspect.holdings import layout_of
 
         listing = at.tensors(self.choice)

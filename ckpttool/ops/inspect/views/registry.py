@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.ops.inspect.views.base import Answer, Subject, View
+from ckpttool.ops.inspect.views.base import InspectedSource, View, ViewAnswer
 from ckpttool.ops.inspect.views.check import CheckView
 from ckpttool.ops.inspect.views.diff import DiffView
 from ckpttool.ops.inspect.views.family import FamilyView
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
     from ckpttool.execute import Progress
     from ckpttool.formats.base import OpenOptions
-    from ckpttool.ops.inspect.listing import Choice
+    from ckpttool.ops.inspect.listing import TensorChoice
 
 VIEWS: tuple[type[View], ...] = (
     RunView,
@@ -43,7 +43,7 @@ VIEWS: tuple[type[View], ...] = (
 )
 
 
-def chosen(choice: Choice, *, on: str = "", **given: Any) -> View:
+def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View:
     """The view that the given options ask for, by the names of their fields; the tree for none.
 
     Raises UsageError for options that contradict each other, or do nothing.
@@ -75,7 +75,7 @@ def chosen(choice: Choice, *, on: str = "", **given: Any) -> View:
     return view
 
 
-def look(view: View, src: AnyPlace, options: OpenOptions, progress: Progress | None = None, on: str = "") -> Answer:
+def look(view: View, src: AnyPlace, options: OpenOptions, progress: Progress | None = None, on: str = "") -> ViewAnswer:
     """The answer of a view, if what was looked at has stayed the same meanwhile. ``on`` is the engine that reads
     elements, "" for this machine.
 
@@ -90,9 +90,9 @@ def look(view: View, src: AnyPlace, options: OpenOptions, progress: Progress | N
         from ckpttool.execute.machines.each import machines
 
         with machines(on) as fleet:
-            answer = view.look(Subject(src, options, progress, fleet))
+            answer = view.look(InspectedSource(src, options, progress, fleet))
     else:
-        answer = view.look(Subject(src, options, progress, None))
+        answer = view.look(InspectedSource(src, options, progress, None))
     changed = [p for p, was in zip(roots, before, strict=True) if number(p) != was]
     files = list(answer.files)
     same = read_each(lambda _, file: file.is_unchanged(), [f.place for f in files], files)

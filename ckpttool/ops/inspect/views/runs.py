@@ -10,7 +10,7 @@ from ckpttool.answers.document import Document, Paragraph, PerMedium, Table
 from ckpttool.answers.fields import pick, utc
 from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, Answer, Subject, View, flag, narrows
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, narrows
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.runs import RunListing, SavedCheckpoint
@@ -27,19 +27,19 @@ class RunView(View):
         if self.choice.components or narrows(self.choice):
             raise UsageError("--checkpoints is about whole checkpoints; filters do not apply")
 
-    def look(self, at: Subject) -> RunAnswer:
+    def look(self, at: InspectedSource) -> RunAnswer:
         return RunAnswer.of(at)
 
 
 @dataclass(frozen=True)
-class RunAnswer(Answer):
+class RunAnswer(ViewAnswer):
     """Checkpoints by step."""
 
     name = "checkpoints"
     run: RunListing
 
     @classmethod
-    def of(cls, at: Subject) -> RunAnswer:
+    def of(cls, at: InspectedSource) -> RunAnswer:
         """The checkpoints in SRC. Raises UsageError where there is none."""
         from ckpttool.ops.inspect.runs import list_run
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Section
 from ckpttool.answers.fields import finite, pick
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, value
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, value
 
 if TYPE_CHECKING:
-    from ckpttool.ops.inspect.values import Slice
+    from ckpttool.ops.inspect.values import TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class ShowView(View):
     whole = True
     show: tuple[str, ...] = value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.", tuple)
 
-    def look(self, at: Subject) -> ShowAnswer:
+    def look(self, at: InspectedSource) -> ShowAnswer:
         from ckpttool.ops.inspect.values import show
 
         listing = at.tensors(stored_too=True)
@@ -34,7 +34,7 @@ class ShowAnswer(ListingAnswer):
     """Elements, in the order in which they were asked for."""
 
     name = "show"
-    slices: Sequence[Slice]
+    slices: Sequence[TensorSlice]
 
     def document(self) -> Document:
         sections = [Elements(s, quiet=True) for s in self.slices]
@@ -46,10 +46,10 @@ class ShowAnswer(ListingAnswer):
 class Elements(Section):
     """Elements of a tensor, all of them up to a thousand."""
 
-    slice: Slice
+    slice: TensorSlice
 
 
-def _json(found: Slice) -> dict[str, Any]:
+def _json(found: TensorSlice) -> dict[str, Any]:
     shape, values = found.values.shape, _nested(found.printable.tolist())
     return {**pick(found, "name dtype shape index"), "shown_shape": shape, "values": values}
 

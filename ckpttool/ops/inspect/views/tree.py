@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.answers.document import Document, Section
 from ckpttool.core.words import count
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.ops.inspect.views.base import Answer, ListingAnswer, Subject, View, narrows, value
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, ViewAnswer, narrows, value
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
-    from ckpttool.ops.inspect.listing import Listing, Row
-    from ckpttool.ops.inspect.tree import Line, Node, Summed
+    from ckpttool.ops.inspect.listing import TensorListing, TensorRow
+    from ckpttool.ops.inspect.tree import Summed, TreeLine, TreeNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class TreeView(View):
         if self.depth is not None and asked:
             raise UsageError(f"--depth belongs to the tree, not to {asked[0].label}")
 
-    def look(self, at: Subject) -> Answer:
+    def look(self, at: InspectedSource) -> ViewAnswer:
         from ckpttool.formats.runs import RunError
         from ckpttool.ops.inspect.code import code_note
         from ckpttool.storage.listing import list_source
@@ -74,7 +74,7 @@ def _holds_saves(src: AnyPlace) -> bool:
     return not source.single and not own and len(named_saves(source)) > 1
 
 
-def _other_saves(listing: Listing) -> str:
+def _other_saves(listing: TensorListing) -> str:
     """A note where SRC is one of several checkpoints of a run, or has some in its directories; "" elsewhere."""
     from ckpttool.formats.runs import named_saves
     from ckpttool.storage.listing import list_source
@@ -96,21 +96,21 @@ class TreeAnswer(ListingAnswer):
     depth: int | None
 
     @cached_property
-    def trees(self) -> dict[str, tuple[str, Sequence[Row | Summed]]]:
+    def trees(self) -> dict[str, tuple[str, Sequence[TensorRow | Summed]]]:
         """By component, the mark that all of its tensors have, and these."""
         from ckpttool.ops.inspect.tree import by_component
 
         return by_component(self.listing.rows)
 
     @cached_property
-    def roots(self) -> dict[str, Node]:
+    def roots(self) -> dict[str, TreeNode]:
         """By component."""
         from ckpttool.ops.inspect.tree import collapse
 
         return {component: collapse(rows) for component, (_, rows) in self.trees.items()}
 
     @cached_property
-    def lines(self) -> dict[str, list[Line]]:
+    def lines(self) -> dict[str, list[TreeLine]]:
         """By component."""
         from ckpttool.ops.inspect.tree import lines
 

@@ -10,11 +10,11 @@ from ckpttool.answers.document import Document, Message, Paragraph, PerMedium, S
 from ckpttool.answers.fields import finite, number, pick, shape
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import ListingAnswer, Subject, View, flag, narrows
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag, narrows
 
 if TYPE_CHECKING:
-    from ckpttool.ops.inspect.total import Total
-    from ckpttool.ops.inspect.values import Values, Wanted
+    from ckpttool.ops.inspect.total import TotalDigest
+    from ckpttool.ops.inspect.values import Values, WantedValues
 
 MOST = 30
 """Tensors that have a line each, on a terminal too."""
@@ -56,15 +56,15 @@ class ValuesView(View):
         if self.total and narrows(self.choice):
             raise UsageError("--total is of everything; filters do not apply", hint="--only chooses components")
 
-    def look(self, at: Subject) -> ValuesAnswer | TotalAnswer:
+    def look(self, at: InspectedSource) -> ValuesAnswer | TotalAnswer:
         listing = at.tensors(self.choice)
         if self.total:
             from ckpttool.ops.inspect.total import total
 
             return TotalAnswer(listing, total(listing, at.progress, at.fleet))
-        from ckpttool.ops.inspect.values import Wanted, measure
+        from ckpttool.ops.inspect.values import WantedValues, measure
 
-        wanted = Wanted(self.stats, self.histogram, self.digest)
+        wanted = WantedValues(self.stats, self.histogram, self.digest)
         return ValuesAnswer(listing, wanted, measure(listing, wanted, at.progress, at.fleet))
 
 
@@ -73,7 +73,7 @@ class ValuesAnswer(ListingAnswer):
     """Statistics, histograms and checksums, in the order of the listing."""
 
     name = "values"
-    wanted: Wanted
+    wanted: WantedValues
     values: Sequence[Values]
 
     def document(self) -> Document:
@@ -87,7 +87,7 @@ class ValuesAnswer(ListingAnswer):
             yield PerMedium(lambda: drawn[:1] or [self._table(4)], lambda: [self._table(9)], quiet=True)
             yield PerMedium(lambda: drawn[1:], list)
         if self.wanted.histogram:
-            yield from (Bars(v, quiet=True) for v in self.values)
+            yield from (HistogramBars(v, quiet=True) for v in self.values)
 
     def _on_lines(self) -> str:
         from ckpttool.core.tensor_names import fold
@@ -137,7 +137,7 @@ class FoldedStats(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Bars(Section):
+class HistogramBars(Section):
     """The histogram of a tensor."""
 
     values: Values
@@ -148,7 +148,7 @@ class TotalAnswer(ListingAnswer):
     """One digest of everything."""
 
     name = "total"
-    total: Total
+    total: TotalDigest
 
     def document(self) -> Document:
         of = f"note: the digest is of {count(len(self.total.lines), 'tensor')}: {', '.join(self.listing.components)}"
