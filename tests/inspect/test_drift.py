@@ -74,7 +74,7 @@ def test_nothing_is_told_where_nothing_differs(pair: tuple[Tensors, Tensors, Pat
 
 def test_what_is_equal_is_read_once(pair: tuple[Tensors, Tensors, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two equal checkpoints are not read for norms that nobody asks for."""
-    monkeypatch.setattr("ckpttool.ops.inspect.diff._Measuring", None)
+    monkeypatch.setattr("ckpttool.ops.inspect.diff._DistanceWork", None)
     assert ckpttool("inspect", pair[2], "--diff", pair[2], "--values").code == 0
 
 

@@ -241,6 +241,11 @@ def test_no_file_but_a_report_is_replaced(model: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert ckpttool("inspect", model, "--html", tmp_path / "r.html").code == 0
     assert ckpttool("inspect", model, "--html", tmp_path).code == 1
+    other = tmp_path / "index.html"
+    other.write_text('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Mine</title>')
+    done = ckpttool("inspect", model, "--html", other)
+    assert (done.code, "a file that is not a report" in done.err) == (1, True)
+    assert "Mine" in other.read_text()
     assert ckpttool("inspect", model, "--html", tmp_path / "none" / "r.html").code == 1
 
 

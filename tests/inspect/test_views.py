@@ -10,12 +10,14 @@ import pytest
 from typer.main import get_command
 
 from ckpttool.answers.document import Document, Table
+from ckpttool.answers.findings import CheckResult
 from ckpttool.cli.app import app
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import OpenOptions
 from ckpttool.ops.inspect.listing import TensorChoice
 from ckpttool.ops.inspect.views import registry
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
+from ckpttool.ops.inspect.views.check import CheckAnswer
 from ckpttool.ops.inspect.views.registry import VIEWS, chosen, look
 from ckpttool.report.inspect import show_answer
 from tests.helpers.command import ckpttool
@@ -77,6 +79,23 @@ def test_shared_fields_are_options_of_another_view() -> None:
     own = {name for view in VIEWS for name in view.options()} | {"choice", "second"}
     for view in VIEWS:
         assert own >= {f.name for f in fields(view)}, view
+
+
+def test_findings_are_wrapped_on_a_terminal_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = CheckResult(tmp_path)
+    result.add("truncated", "many words " * 20, tmp_path / "model.safetensors", "copy the file again")
+    show_answer(CheckAnswer(result), as_json=False)
+    assert f"error: {'many words ' * 20} [truncated]\n" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
+    show_answer(CheckAnswer(result), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    finding = lines[: next(i for i, line in enumerate(lines) if line.startswith("  -->"))]
+    assert len(finding) > 2
+    assert max(map(len, finding)) <= 80
+    assert all(line.startswith(("       many", "       words")) for line in finding[1:])
 
 
 def test_filters_that_a_family_would_not_heed_are_refused() -> None:

@@ -125,6 +125,17 @@ def pick_save(src: AnyPlace, name: str) -> Place:
     )
 
 
+def sibling(src: AnyPlace, name: AnyPlace) -> Place | None:
+    """The checkpoint of the run that SRC is in that a name or a step means; None where it means another place, or
+    none."""
+    if not isinstance(name, str) or "/" in name or parse_place(name).exists():
+        return None
+    try:
+        return pick_save(parse_place(src).parent, name)
+    except CkptError:
+        return None
+
+
 def _row(save: Save, options: OpenOptions, alike: dict[object, SavedCheckpoint]) -> SavedCheckpoint | None:
     """What is known of one; None when it has gone."""
     held = held_in(save.place)

@@ -91,11 +91,12 @@ class CheckAnswer(ViewAnswer):
         result = self.result
         for f, more in folded(result.findings):
             also = f" and {more:,} more like it" if more else ""
-            yield Paragraph(f"{f.severity}: {plain(f.text)} [{f.id}]{also}", quiet=True)
+            hang = len(f.severity) + 2
+            yield Paragraph(f"{f.severity}: {plain(f.text)} [{f.id}]{also}", quiet=True, wrap=True, hang=hang)
             if f.where:
                 yield Paragraph(f"  --> {plain(f.where)}", quiet=True)
             if f.hint:
                 yield Paragraph(f"  hint: {plain(f.hint)}", quiet=True)
         gap = "\n" if result.findings else ""
         checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
-        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}")
+        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}", wrap=True)

@@ -46,10 +46,14 @@ class ComparingView(View):
         return self.diff is not None and (self.values or self.atol is not None or self.rtol is not None)
 
     def opened(self, src: AnyPlace) -> tuple[AnyPlace, Self]:
-        if not self.second:
-            return src, self
-        from ckpttool.ops.inspect.runs import pick_save
+        from ckpttool.ops.inspect.runs import pick_save, sibling
 
+        if not self.second:
+            if self.diff is not None and (meant := sibling(src, self.diff)) is not None:
+                raise UsageError(
+                    "the source does not exist", where=str(self.diff), hint=f"--diff {shlex.quote(str(meant))}"
+                )
+            return src, self
         first, second = pick_save(src, str(self.diff)), pick_save(src, self.second)
         if first == second:
             raise UsageError(f"--diff names one checkpoint twice: {self.diff}", where=str(first))
