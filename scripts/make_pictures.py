@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import ckpttool  # noqa: E402
 from ckpttool.ops.inspect.holdings import Holding, Layout, layout_of  # noqa: E402
-from ckpttool.ops.inspect.listing import Choice, list_tensors  # noqa: E402
+from ckpttool.ops.inspect.listing import TensorChoice, list_tensors  # noqa: E402
 from ckpttool.report import svg  # noqa: E402
 from ckpttool.report.strips import strips_of  # noqa: E402
 
@@ -95,7 +95,7 @@ def pictures() -> dict[str, str]:
         ckpttool.open(str(SOURCE)).reshard(tp=2).run(str(two))
         ckpttool.open(str(two)).reshard(to="hf").run(str(whole))
         layouts = [layout_of(list_tensors(place)) for place in (SOURCE, two, whole)]
-    mixture = layout_of(list_tensors(ROOT / MIXTURE, choice=Choice(("model.layers.*",), components=("model",))))
+    mixture = layout_of(list_tensors(ROOT / MIXTURE, choice=TensorChoice(("model.layers.*",), components=("model",))))
     (page,) = svg.pages(mixture, f"{Path(MIXTURE).name}: who holds what")
     themes = {"light": svg.LIGHT, "dark": svg.DARK}
     return {"layout.svg": page} | {

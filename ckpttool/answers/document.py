@@ -35,6 +35,8 @@ class Section:
 
     quiet: bool = field(default=False, kw_only=True)
     """Printed with --quiet, too."""
+    loud: bool = field(default=True, kw_only=True)
+    """Printed without --quiet; False for what --quiet has in place of another section."""
 
 
 @dataclass(eq=False, repr=False)

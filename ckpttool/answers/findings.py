@@ -6,6 +6,9 @@ docs/convert-json/findings.md those of Paddle programs.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -148,6 +151,26 @@ class Finding(NamedTuple):
         return SEVERITY[self.id]
 
 
+_BYTES = re.compile(r" \[bytes [^;]*")
+"""Where a tensor lies in a file."""
+
+
+def file_of(finding: Finding) -> str:
+    """Where a finding is, without the bytes of a tensor."""
+    return _BYTES.sub("", finding.where)
+
+
+def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    """The first of each kind in each file, and how many more there are; JSON has them all."""
+    first: dict[tuple[str, str], Finding] = {}
+    more: Counter[tuple[str, str]] = Counter()
+    for f in findings:
+        key = (f.id, file_of(f))
+        first.setdefault(key, f)
+        more[key] += 1
+    return [(f, more[key] - 1) for key, f in first.items()]
+
+
 @dataclass(slots=True)
 class CheckResult:
     """What was looked at, and what was found."""
@@ -169,6 +192,12 @@ class CheckResult:
     def ok(self) -> bool:
         """Whether nothing is an error."""
         return all(f.severity != ERROR for f in self.findings)
+
+    @property
+    def counts(self) -> str:
+        """``1 error, 2 warnings, 3 info``."""
+        errors, warnings, infos = (sum(f.severity == s for f in self.findings) for s in (ERROR, WARNING, INFO))
+        return f"{count(errors, 'error')}, {count(warnings, 'warning')}" + (f", {infos} info" if infos else "")
 
     def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:
         """Report a finding."""

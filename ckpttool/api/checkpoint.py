@@ -34,7 +34,7 @@ from ckpttool.ops.inspect.check import check as _check
 from ckpttool.ops.inspect.diff import DiffResult, Tolerance
 from ckpttool.ops.inspect.diff import diff as _diff
 from ckpttool.ops.inspect.identity import Identity, identify
-from ckpttool.ops.inspect.listing import Choice, list_tensors
+from ckpttool.ops.inspect.listing import TensorChoice, list_tensors
 from ckpttool.quant.keep import Keep
 from ckpttool.quant.scheme import scheme
 from ckpttool.storage.place import parse_place
@@ -322,16 +322,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             OutputError: the file is there and is not a report, or cannot be written.
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
-        from ckpttool.ops.inspect.answer import InspectRequest, everything
+        from ckpttool.ops.inspect.views.page import PageView, ReportContents
+        from ckpttool.ops.inspect.views.registry import chosen, look
         from ckpttool.report.survey import check_page, write_page  # with the page, which few need
 
         page = Path(file)
-        check_page(page)
-        choice = Choice(several(patterns, "patterns"))
-        asked = InspectRequest(choice, stats=stats, check=check, diff=diff, values=values, html=page, on=on)
+        choice = TensorChoice(several(patterns, "patterns"))
+        view = chosen(choice, on=on, stats=stats, check=check, diff=diff, values=values, html=page)
+        check_page(cast("PageView", view))
         with watching(progress) as watch:
-            found = everything(self.path, self.options, asked, watch)
-        write_page(found, page)
+            found = cast("ReportContents", look(view, self.path, self.options, watch, on))
+        write_page(found)
         if found.failures:
             raise found.failures[0]
         return page

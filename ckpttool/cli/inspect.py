@@ -2,74 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from dataclasses import field, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.options import bytes_of, flag, number, value
+from ckpttool.cli.options import bytes_of, flag, value
 from ckpttool.cli.process import reader_may_leave
 from ckpttool.core.words import one_of
-from ckpttool.errors import UsageError
+from ckpttool.ops.inspect.views.base import ViewOption
+from ckpttool.ops.inspect.views.registry import VIEWS, chosen, look
 
 
-@dataclass
-class Views:
-    """What to show; under the names that InspectRequest has for it."""
+def _annotated(option: ViewOption) -> Any:
+    """An option of a view as Typer takes it."""
+    if option.kind is bool:
+        return Annotated[bool, flag(option.name, option.about)]
+    more = {} if option.least is None else {"min": option.least}
+    kind = list[str] if option.kind is tuple else option.kind
+    return Annotated[kind | None, value(option.name, option.metavar, option.about, option.values, **more)]
 
-    checkpoints: Annotated[
-        bool, flag("--checkpoints", "List the checkpoints of a run: step, size, format, complete or not.")
-    ] = False
-    list_: Annotated[bool, flag("--list", "One tensor a line.")] = False
-    files: Annotated[bool, flag("--files", "One file a line.")] = False
-    ranks: Annotated[bool, flag("--ranks", "Draw which rank holds which box of which tensor.")] = False
-    svg: Annotated[
-        Path | None,
-        value("--svg", "FILE", "With --ranks: also draw it, to FILE and where it needs more pages FILE-2, FILE-3, ..."),
-    ] = None
-    stats: Annotated[
-        bool, flag("--stats", "Min, max, mean, std, amax, NaN, Inf, zeros and saturated FP8 of each tensor.")
-    ] = False
-    histogram: Annotated[bool, flag("--hist", "A histogram of each tensor.")] = False
-    digest: Annotated[bool, flag("--hash", "A checksum of each whole tensor, the same for every sharding.")] = False
-    total: Annotated[
-        bool, flag("--total", "With --hash: one digest of all tensors, the same for every format and sharding.")
-    ] = False
-    show: Annotated[list[str] | None, value("--show", "NAME[INDEX]", "Elements: 'a.weight[:8, -1]', as in numpy.")] = (
-        None
+
+if TYPE_CHECKING:
+    ViewOptions = Any
+else:
+    ViewOptions = make_dataclass(
+        "ViewOptions",
+        [
+            (name, _annotated(option), field(default=False if option.kind is bool else None))
+            for view in VIEWS
+            for name, option in view.options().items()
+        ],
     )
-    metadata: Annotated[bool, flag("--metadata", "Metadata in the files' headers.")] = False
-    imports: Annotated[
-        bool, flag("--imports", "What the pickles in SRC would import; exit 3 when one is dangerous.")
-    ] = False
-    suggest_family: Annotated[
-        bool, flag("--suggest-family", "Print a family file to start from, for a model that none is for.")
-    ] = False
-    check: Annotated[
-        bool, flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
-    ] = False
-    findings: Annotated[
-        list[str] | None,
-        value(
-            "--findings",
-            "KIND[=FILE]",
-            "With --check: write the findings as sarif, junit, gitlab (Code Quality) or github (annotations).",
-            choices.FINDINGS,
-        ),
-    ] = None
-    diff: Annotated[str | None, value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")] = None
-    values: Annotated[bool, flag("--values", "With --diff and --check: also read the elements.")] = False
-    atol: Annotated[
-        float | None, value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", min=0)
-    ] = None
-    rtol: Annotated[float | None, value("--rtol", "X", "With --diff: tolerance relative to OTHER.", min=0)] = None
-    depth: Annotated[int | None, number("--depth", "Levels of the tree.")] = None
-    html: Annotated[
-        Path | None,
-        value("--html", "FILE", "Write a report to FILE: one page, also with --stats, --check and --diff."),
-    ] = None
 
 
 @options.grouped
@@ -79,7 +44,7 @@ def inspect(
     second: Annotated[
         str, options.argument("SECOND", "With --diff FIRST, where SRC is a run: compare two of its checkpoints.")
     ] = "",
-    view: Views,
+    view: ViewOptions,
     filter_: Annotated[
         list[str] | None, value("--filter", "PATTERN", "Only these tensors: a glob or re:REGEX.")
     ] = None,
@@ -93,37 +58,20 @@ def inspect(
 ) -> None:
     """Show what is inside SRC: a tree of its tensors, or what the options ask for."""
     from ckpttool.core.catalog import COMPONENTS
-    from ckpttool.ops.inspect.answer import InspectRequest
-    from ckpttool.ops.inspect.answer import inspect as look
-    from ckpttool.ops.inspect.listing import Choice
-    from ckpttool.report import inspect as report
-    from ckpttool.report.findings import parsed
+    from ckpttool.ops.inspect.listing import TensorChoice
+    from ckpttool.report.inspect import prepare, show_answer
 
     opened = source.open_options()
-    files = parsed(view.findings or ())
-    if files and shown.json and any(file is None for _, file in files):
-        raise UsageError("--json and --findings both write to stdout", hint="name a file: --findings KIND=FILE")
     order = one_of(sort, "--sort", "name", "size", "offset", "file")
     components = tuple(one_of(c, "--only", *COMPONENTS) for c in only or ())
     smallest = bytes_of(min_size, "--min-size") or 0
-    choice = Choice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
-    asked = {name.rstrip("_"): said for name, said in vars(view).items() if name != "findings"}
-    asked |= {"show": tuple(view.show or ()), "findings": bool(files)}
-    question = InspectRequest(choice, **asked, second=second, on=on)
-    watch = shown.progress() if question.reads_bytes else None
-    if question.html is not None:
-        from ckpttool.ops.inspect.answer import everything
-        from ckpttool.report.survey import check_page, show_survey
-
-        check_page(question.html)
-        found = everything(src, opened, question, watch)
-        code = 0 if found.ok else 3
-        with reader_may_leave():
-            code = show_survey(found, question.html, as_json=shown.json, quiet=shown.quiet, findings=files)
-    else:
-        answer = look(src, opened, question, watch)
-        with reader_may_leave():
-            report.show_inspect(answer, as_json=shown.json, quiet=shown.quiet, findings=files)
-        code = 0 if answer.ok else 3
+    choice = TensorChoice(tuple(filter_ or ()), tuple(dtype or ()), smallest, order, components)
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(view).items() if v is not None}
+    asked = chosen(choice, **given, second=second, on=on)
+    prepare(asked, as_json=shown.json)
+    answer = look(asked, src, opened, shown.progress() if asked.slow else None, on)
+    code = 0 if answer.ok else 3
+    with reader_may_leave():
+        code = show_answer(answer, as_json=shown.json, quiet=shown.quiet)
     if code:
         raise typer.Exit(code)

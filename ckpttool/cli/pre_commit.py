@@ -27,7 +27,8 @@ def main() -> int:
     from ckpttool.execute import NoProgress
     from ckpttool.formats.base import OpenOptions
     from ckpttool.ops.inspect.check import check
-    from ckpttool.report.inspect import show_check
+    from ckpttool.ops.inspect.views.check import CheckAnswer
+    from ckpttool.report.render import show
     from ckpttool.report.text import message
 
     words = sys.argv[1:]
@@ -43,6 +44,6 @@ def main() -> int:
             message(e.render())
             ok = False
             continue
-        show_check(result, as_json=False, quiet=True)
+        show(CheckAnswer(result).document(), quiet=True)
         ok = ok and result.ok
     return 0 if ok else 1

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Message, Paragraph, Section, Table
+from ckpttool.answers.fields import pick, shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import target
-from ckpttool.report.text import pick, shape
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Message, Section, Table
+from ckpttool.answers.fields import pick
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import target
-from ckpttool.report.text import pick
 
 if TYPE_CHECKING:
     from ckpttool.ops.drop_keys import PreparedDrop

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ckpttool.answers.findings import ERROR, INFO, WARNING
+from ckpttool.answers.findings import ERROR, INFO, WARNING, file_of, folded
 from ckpttool.core.words import count, one_of
 from ckpttool.errors import UsageError, plain
 from ckpttool.report.files import refuse_others, save
@@ -24,20 +23,6 @@ from ckpttool.version import __version__
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult, Finding
-
-_BYTES = re.compile(r" \[bytes [^;]*")
-"""The bytes of a tensor, in the place of a finding."""
-
-
-def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """The first finding of each kind in each file, and how many more there are; JSON has them all."""
-    first: dict[tuple[str, str], Finding] = {}
-    more: Counter[tuple[str, str]] = Counter()
-    for f in findings:
-        key = (f.id, _BYTES.sub("", f.where))
-        first.setdefault(key, f)
-        more[key] += 1
-    return [(f, more[key] - 1) for key, f in first.items()]
 
 
 def _message(finding: Finding, more: int) -> str:
@@ -50,7 +35,7 @@ def _file(finding: Finding, result: CheckResult) -> str:
 
     Both GitHub and GitLab want paths below the repository, in which a pipeline runs its commands.
     """
-    where = _BYTES.sub("", finding.where.split("; ")[0]) or str(result.path)
+    where = file_of(finding).split("; ")[0] or str(result.path)
     if "://" in where:
         return where
     path = os.path.abspath(where)  # noqa: PTH100 - a link in the repository is the file that people know

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.answers.document import BarCell, Document, DocumentCell, Paragraph, Section, Table
+from ckpttool.answers.fields import pick, shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
-from ckpttool.report.text import pick, ranks, shape
+from ckpttool.report.text import ranks
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size import SizeReport

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ckpttool.answers.fields import shape
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.holdings import Group, Held, Layout, grid
-from ckpttool.report.text import ranks, shape, size
+from ckpttool.ops.inspect.holdings import HeldBox, HoldingGroup, Layout, grid
+from ckpttool.report.text import ranks, size
 
 _INDENT = "    "
 WIDTH = 80 - len(_INDENT)
@@ -47,7 +48,7 @@ def _who(numbers: tuple[int, ...], world: int) -> str:
     return f"whole on {_holders(numbers)}"
 
 
-def _matrix(group: Group, axes: tuple[int, ...]) -> list[str]:
+def _matrix(group: HoldingGroup, axes: tuple[int, ...]) -> list[str]:
     if len(axes) == 1:
         return _strip(group.held, axes[0])
     if len(axes) == 2:
@@ -62,7 +63,7 @@ def _holders(numbers: tuple[int, ...]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranks(numbers)}"
 
 
-def _strip(held: tuple[Held, ...], axis: int) -> list[str]:
+def _strip(held: tuple[HeldBox, ...], axis: int) -> list[str]:
     """One axis: ``axis 1 |  0  |  1  |`` over its edges."""
     parts = [(h.box.start[axis], h.box.stop[axis], ranks(h.ranks)) for h in held]
     total = parts[-1][1] - parts[0][0]

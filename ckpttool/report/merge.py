@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Message, Overview, Paragraph, PerMedium, Section, Table
+from ckpttool.answers.fields import pick
 from ckpttool.core.words import count, short
 from ckpttool.errors import OutputError, plain
 from ckpttool.report import target
-from ckpttool.report.text import pick
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace

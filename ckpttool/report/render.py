@@ -30,13 +30,17 @@ def show(document: Document, *, as_json: bool = False, quiet: bool = False) -> N
 def show_sections(sections: Iterable[Section], *, quiet: bool = False) -> None:
     """Print each as soon as it is made."""
     for section in sections:
-        if section.quiet or not quiet:
+        if section.quiet if quiet else section.loud:
             _show(section)
 
 
 @singledispatch
 def _show(section: Section) -> None:
     raise TypeError(section)
+
+
+draws = _show.register
+"""Decorates a function that prints another kind of section."""
 
 
 @_show.register

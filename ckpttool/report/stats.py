@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.answers.by_layer import by_layer
 from ckpttool.answers.by_layer import norm as norms
+from ckpttool.answers.fields import number
 from ckpttool.core.tensor_names import fold
-from ckpttool.core.words import count
 from ckpttool.errors import plain
-from ckpttool.report import text
 from ckpttool.report.meters import spark
 from ckpttool.report.tables import table
 
@@ -20,18 +19,11 @@ if TYPE_CHECKING:
     from ckpttool.kernels.stats import Stats
     from ckpttool.ops.inspect.values import Values
 
-MOST = 30
-"""Tensors that have a line each, on a terminal too."""
 COLUMNS = 16
 """Layers that have a bar each; where there are more, neighbours share one."""
 
 
-def is_long(values: Sequence[Values]) -> bool:
-    """Whether a table of them is more than a screen, and shorter when it is folded."""
-    return len(values) > MOST and any(v.stats is not None for v in values)
-
-
-def show_folded(values: Sequence[Values], *, quiet: bool) -> None:
+def show_folded(values: Sequence[Values]) -> None:
     """One line for each kind of tensor; what is one number only is of all of them together."""
     found = fold([v.row.name for v in values])
     header = ["name", "tensors", "min", "max", "norm", "norm by layer", "nan", "inf", "zeros"]
@@ -45,9 +37,6 @@ def show_folded(values: Sequence[Values], *, quiet: bool) -> None:
     shown = [[row[i] for i in keep] for row in rows]
     right = [at for at, i in enumerate(keep) if header[i] in ("min", "max", "norm")]
     table([header[i] for i in keep], shown, drop=drop, right=right)
-    if not quiet:
-        of = f"{count(len(values), 'tensor')} on {count(len(rows), 'line')}"
-        text.notes([f"{of}: --filter chooses, and in a pipe (| less -S) each has a line"])
 
 
 def _joined(values: Sequence[Values]) -> list[str | int]:
@@ -55,21 +44,17 @@ def _joined(values: Sequence[Values]) -> list[str | int]:
     stats = [v.stats for v in values if v.stats is not None]
     low = min((s.minimum for s in stats if s.minimum is not None), default=None)
     high = max((s.maximum for s in stats if s.maximum is not None), default=None)
-    each = [None if v.stats is None else norm_of(v.stats) for v in values]
+    each = [norm_of(v.stats) for v in values]
     known = [n for n in each if n is not None]
     layers = by_layer([v.row.parameter for v in values])
     bars = spark(layers.by_row(norms(each)), COLUMNS) if len(layers.rows) > 1 else ""
     total = math.hypot(*known) if known else None
     counts = [sum(s.nan for s in stats), sum(s.inf for s in stats), sum(s.zeros for s in stats)]
-    return [_short(low), _short(high), _short(total), bars, *counts]
+    return [number(low, 4), number(high, 4), number(total, 4), bars, *counts]
 
 
-def norm_of(stats: Stats) -> float | None:
-    """The norm of a tensor's finite elements; None where there is none."""
-    if stats.mean is None or stats.std is None:
+def norm_of(stats: Stats | None) -> float | None:
+    """The L2 norm of a tensor's finite elements; None where there is none."""
+    if stats is None or stats.mean is None or stats.std is None:
         return None
     return math.sqrt(stats.elements - stats.nan - stats.inf) * math.hypot(stats.mean, stats.std)
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

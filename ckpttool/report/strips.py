@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from ckpttool.core.dtypes import nbytes
 from ckpttool.core.words import count, ranges
-from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, Ranks, Which
+from ckpttool.ops.inspect.holdings import HeldBox, Holding, HoldingGroup, Layout, Ranks, Which
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ HEAD, TAIL = 2, 1
 """What stays of a fold at its beginning and at its end."""
 
 
-class Cell(NamedTuple):
+class StripCell(NamedTuple):
     """What the same ranks hold."""
 
     ranks: Ranks
@@ -46,14 +46,14 @@ class Cell(NamedTuple):
         return f"{self.word} {ranges(self.span)}" if self.word else f"{self.span[0]:,}:{self.span[1]:,}"
 
 
-class Strip(NamedTuple):
+class LayoutStrip(NamedTuple):
     """Cells side by side."""
 
     which: Which
     """The layers or experts that it is about; () for all."""
     place: str
     """Where it lies along the other axes that are cut, ``axis 0 0:8``; "" where there are none."""
-    cells: tuple[Cell, ...]
+    cells: tuple[StripCell, ...]
     folds: int = 0
     """Strips that this one stands for."""
 
@@ -68,11 +68,11 @@ class Strip(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class StripCard:
     """Kinds of tensor that are cut alike."""
 
     title: str
-    strips: tuple[Strip, ...]
+    strips: tuple[LayoutStrip, ...]
     axes: tuple[int, ...]
     """That are cut."""
     kinds: tuple[Holding, ...]
@@ -90,9 +90,9 @@ class Card:
         return len({h.shape for h in self.kinds}) == 1
 
 
-def cards(layout: Layout) -> list[Card]:
+def cards(layout: Layout) -> list[StripCard]:
     """A card for each way of being held, most bytes first."""
-    found: dict[tuple[object, ...], tuple[tuple[Strip, ...], list[Holding]]] = {}
+    found: dict[tuple[object, ...], tuple[tuple[LayoutStrip, ...], list[Holding]]] = {}
     for h in layout.holdings:
         strips = strips_of(h)
         shape = tuple((s.which, s.place, tuple((c.ranks, c.word, c.share) for c in s.cells)) for s in strips)
@@ -103,17 +103,17 @@ def cards(layout: Layout) -> list[Card]:
         title = _title(strips, kinds[0], layout.world)
         total = sum(map(_nbytes, kinds))
         out.append(
-            Card(title, strips if len(kinds) == 1 else strips_of(kinds[0]), kinds[0].cut_axes, tuple(kinds), total)
+            StripCard(title, strips if len(kinds) == 1 else strips_of(kinds[0]), kinds[0].cut_axes, tuple(kinds), total)
         )
     return sorted(out, key=lambda c: -c.nbytes)
 
 
-def stage_strips(layout: Layout) -> tuple[Strip, ...]:
+def stage_strips(layout: Layout) -> tuple[LayoutStrip, ...]:
     """The ranks themselves: a strip for those that hold the same layers, or one for all."""
     out = []
     for which, owners in layout.stages or (((), tuple(range(layout.world))),):
-        cells = tuple(Cell((r,), "", (), Fraction(1, len(owners))) for r in owners)
-        out.append(Strip(which, "", cells))
+        cells = tuple(StripCell((r,), "", (), Fraction(1, len(owners))) for r in owners)
+        out.append(LayoutStrip(which, "", cells))
     return tuple(out)
 
 
@@ -121,7 +121,7 @@ def _nbytes(holding: Holding) -> int:
     return holding.count * nbytes(holding.dtype, prod(holding.shape))
 
 
-def _title(strips: Sequence[Strip], kind: Holding, world: int) -> str:
+def _title(strips: Sequence[LayoutStrip], kind: Holding, world: int) -> str:
     owners = tuple(sorted({r for s in strips for r in s.ranks}))
     if not owners:
         return "Empty, on no rank"
@@ -131,7 +131,7 @@ def _title(strips: Sequence[Strip], kind: Holding, world: int) -> str:
     return f"{title} on every rank" if single else title
 
 
-def _how(strips: Sequence[Strip], kind: Holding) -> str:
+def _how(strips: Sequence[LayoutStrip], kind: Holding) -> str:
     axes = kind.cut_axes
     if axes:
         if any(s.place == FLAT for s in strips):
@@ -148,59 +148,61 @@ def _how(strips: Sequence[Strip], kind: Holding) -> str:
 FLAT = "in row-major order"
 
 
-def strips_of(holding: Holding) -> tuple[Strip, ...]:
+def strips_of(holding: Holding) -> tuple[LayoutStrip, ...]:
     """A strip for each group of a kind, and for each place along other axes that are cut."""
     axes, groups = holding.cut_axes, holding.groups
     if not axes and len(groups) > 1 and all(g.which for g in groups):
-        rows: dict[Which, list[Cell]] = {}
+        rows: dict[Which, list[StripCell]] = {}
         for g in groups:
             word, numbers = g.which[-1]
-            rows.setdefault(g.which[:-1], []).append(Cell(g.ranks, word, numbers, Fraction(len(numbers))))
-        return tuple(Strip(which, "", _shares(sorted(cells, key=lambda c: c.span))) for which, cells in rows.items())
+            rows.setdefault(g.which[:-1], []).append(StripCell(g.ranks, word, numbers, Fraction(len(numbers))))
+        return tuple(
+            LayoutStrip(which, "", _shares(sorted(cells, key=lambda c: c.span))) for which, cells in rows.items()
+        )
     return tuple(strip for g in groups for strip in _of_group(g, holding.shape, axes))
 
 
-def _shares(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+def _shares(cells: Sequence[StripCell]) -> tuple[StripCell, ...]:
     total = sum(c.share for c in cells)
     return tuple(c._replace(share=c.share / total) for c in cells)
 
 
-def _of_group(group: Group, dims: tuple[int, ...], all_axes: tuple[int, ...]) -> list[Strip]:
+def _of_group(group: HoldingGroup, dims: tuple[int, ...], all_axes: tuple[int, ...]) -> list[LayoutStrip]:
     """The strips of a group; ``all_axes`` are those that some group of its kind is cut along."""
     axes = [a for a in all_axes if any(h.box.stop[a] - h.box.start[a] != dims[a] for h in group.held)]
     if not axes:
-        cells = tuple(Cell(h.ranks, "", (0, prod(dims)), Fraction(1)) for h in group.held)
-        return [Strip(group.which, "whole" if all_axes else "", cells)]
+        cells = tuple(StripCell(h.ranks, "", (0, prod(dims)), Fraction(1)) for h in group.held)
+        return [LayoutStrip(group.which, "whole" if all_axes else "", cells)]
     along = max(axes, key=lambda a: len({h.box.start[a] for h in group.held}))
     others = [a for a in axes if a != along]
     runs = _runs(group.held, dims) if others else []
     if runs and len(runs) < len(group.held):
-        return [Strip(group.which, FLAT, tuple(runs))]
+        return [LayoutStrip(group.which, FLAT, tuple(runs))]
     out = []
     for place, held in _rows(group.held, others):
         spans = sorted((h.box.start[along], h.box.stop[along], h.ranks) for h in held)
-        cells = tuple(Cell(owners, "", (a, b), Fraction(b - a, dims[along])) for a, b, owners in spans)
-        out.append(Strip(group.which, place or (f"along axis {along}" if len(all_axes) > 1 else ""), cells))
+        cells = tuple(StripCell(owners, "", (a, b), Fraction(b - a, dims[along])) for a, b, owners in spans)
+        out.append(LayoutStrip(group.which, place or (f"along axis {along}" if len(all_axes) > 1 else ""), cells))
     return out
 
 
-def _rows(held: Sequence[Held], axes: Sequence[int]) -> Iterator[tuple[str, Sequence[Held]]]:
+def _rows(held: Sequence[HeldBox], axes: Sequence[int]) -> Iterator[tuple[str, Sequence[HeldBox]]]:
     """The places along ``axes`` between all edges of boxes, and the boxes that are there: so no row has a hole."""
     if not axes:
         yield "", held
         return
     axis, *rest = axes
-    begin: dict[int, list[Held]] = {}
+    begin: dict[int, list[HeldBox]] = {}
     for h in held:
         begin.setdefault(h.box.start[axis], []).append(h)
-    active: list[Held] = []
+    active: list[HeldBox] = []
     for start, stop in pairwise(sorted({e for h in held for e in (h.box.start[axis], h.box.stop[axis])})):
         active = [h for h in active if h.box.stop[axis] > start] + begin.get(start, [])
         for place, inner in _rows(active, rest):
             yield ", ".join([f"axis {axis} {start:,}:{stop:,}", *([place] if place else [])]), inner
 
 
-def _runs(held: Iterable[Held], dims: tuple[int, ...]) -> list[Cell]:
+def _runs(held: Iterable[HeldBox], dims: tuple[int, ...]) -> list[StripCell]:
     """The boxes as runs of elements in row-major order; [] where one of them is not such a run."""
     total, found = prod(dims), []
     for h in held:
@@ -212,15 +214,15 @@ def _runs(held: Iterable[Held], dims: tuple[int, ...]) -> list[Cell]:
         for a, d in zip(h.box.start, dims, strict=True):
             start = start * d + a
         found.append((start, start + prod(sizes), h.ranks))
-    out: list[Cell] = []
+    out: list[StripCell] = []
     for start, stop, owners in sorted(found):
         joined = bool(out) and out[-1].ranks == owners and out[-1].span[1] == start
         begin = out.pop().span[0] if joined else start
-        out.append(Cell(owners, "", (begin, stop), Fraction(stop - begin, total)))
+        out.append(StripCell(owners, "", (begin, stop), Fraction(stop - begin, total)))
     return out
 
 
-def _step(first: Cell, second: Cell) -> int | None:
+def _step(first: StripCell, second: StripCell) -> int | None:
     """How much further on the ranks of the second are, where it is the first one again; None where it is not."""
     steps = {b - a for a, b in zip(first.ranks, second.ranks, strict=False)}
     near = abs(first.share - second.share) * 4 <= first.share  # a rest makes one a little larger
@@ -228,38 +230,38 @@ def _step(first: Cell, second: Cell) -> int | None:
     return steps.pop() if same else None
 
 
-def folded(cells: Sequence[Cell], fits: Callable[[Sequence[Cell]], bool]) -> tuple[Cell, ...]:
+def folded(cells: Sequence[StripCell], fits: Callable[[Sequence[StripCell]], bool]) -> tuple[StripCell, ...]:
     """The cells, with series of alike ones folded, where they do not fit; whatever is too many even so, too."""
     if fits(cells):
         return tuple(cells)
-    out: list[Cell] = []
+    out: list[StripCell] = []
     for run in _series(cells, _step):
         keep = len(run) <= HEAD + TAIL + 1
         out += run if keep else [*run[:HEAD], _fold(run[HEAD:-TAIL]), *run[-TAIL:]]
     if fits(out):
         return tuple(out)
 
-    def first(head: int) -> list[Cell]:
+    def first(head: int) -> list[StripCell]:
         return [*cells[:head], _fold(cells[head:-TAIL]), *cells[-TAIL:]]
 
     too_many = bisect_left(range(1, len(cells) - TAIL), 1, key=lambda head: not fits(first(head)))
     return tuple(first(too_many))
 
 
-def _fold(cells: Sequence[Cell]) -> Cell:
+def _fold(cells: Sequence[StripCell]) -> StripCell:
     owners = tuple(sorted({r for c in cells for r in c.ranks}))
     word = cells[0].word
     span = tuple(n for c in cells for n in c.span)
     span = span if word else span[:1] + span[-1:]
     n = sum(max(c.folds, 1) for c in cells)
-    return Cell(owners, word, span, sum((c.share for c in cells), Fraction()), n)
+    return StripCell(owners, word, span, sum((c.share for c in cells), Fraction()), n)
 
 
-def folded_strips(strips: Sequence[Strip], most: int) -> tuple[Strip, ...]:
+def folded_strips(strips: Sequence[LayoutStrip], most: int) -> tuple[LayoutStrip, ...]:
     """The strips, with series of alike ones folded, where they are more than ``most``."""
     if len(strips) <= most:
         return tuple(strips)
-    out: list[Strip] = []
+    out: list[LayoutStrip] = []
     for run in _series(strips, _step_of_strips):
         out += run if len(run) <= HEAD + TAIL + 1 else [*run[:HEAD], _fold_strips(run[HEAD:-TAIL]), *run[-TAIL:]]
     if len(out) > 2 * most:
@@ -267,14 +269,14 @@ def folded_strips(strips: Sequence[Strip], most: int) -> tuple[Strip, ...]:
     return tuple(out)
 
 
-def _step_of_strips(first: Strip, second: Strip) -> int | None:
+def _step_of_strips(first: LayoutStrip, second: LayoutStrip) -> int | None:
     if first.which[:-1] != second.which[:-1] or len(first.cells) != len(second.cells):
         return None
     steps = {_step(a, b) for a, b in zip(first.cells, second.cells, strict=True)}
     return steps.pop() if len(steps) == 1 else None
 
 
-def _fold_strips(strips: Sequence[Strip]) -> Strip:
+def _fold_strips(strips: Sequence[LayoutStrip]) -> LayoutStrip:
     """One strip for several; its cell has all their ranks."""
     first = strips[0].which
     which: Which = ()
@@ -282,7 +284,7 @@ def _fold_strips(strips: Sequence[Strip]) -> Strip:
         word = first[-1][0]
         which = (*first[:-1], (word, tuple(sorted({n for s in strips for n in s.which[-1][1]}))))
     owners = tuple(sorted({r for s in strips for r in s.ranks}))
-    return Strip(which, "", (Cell(owners, "", (0, 0), Fraction(1), len(strips)),), len(strips))
+    return LayoutStrip(which, "", (StripCell(owners, "", (0, 0), Fraction(1), len(strips)),), len(strips))
 
 
 def _series(items: Sequence[T], step: Callable[[T, T], int | None]) -> list[list[T]]:

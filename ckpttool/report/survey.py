@@ -7,27 +7,27 @@ works out of their columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import hypot, isfinite, prod, sqrt
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, cast
 
 from ckpttool.answers.by_layer import Join, Layers, by_layer, largest, norm, share, smallest
-from ckpttool.answers.findings import ERROR, INFO, WARNING
+from ckpttool.answers.findings import ERROR, INFO, WARNING, folded
 from ckpttool.core.tensor_names import natural_order
 from ckpttool.core.words import count, short
-from ckpttool.errors import CkptError, OutputError, plain
+from ckpttool.errors import CkptError, OutputError, UsageError, plain
 from ckpttool.kernels.stats import Stats
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.inspect.drift import Drift
-from ckpttool.ops.inspect.identity import identify
-from ckpttool.ops.inspect.listing import Listing, mesh_text, relative, sharding_of
-from ckpttool.ops.inspect.survey import Survey
+from ckpttool.ops.inspect.identity import identify, large
+from ckpttool.ops.inspect.listing import TensorListing, mesh_text, relative, sharding_of
+from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.report import text
 from ckpttool.report.files import refuse_others, save
-from ckpttool.report.findings import folded, write_findings
-from ckpttool.report.inspect import headline, large
+from ckpttool.report.findings import parsed, write_findings
 from ckpttool.report.page import BEGINS, render
 from ckpttool.report.page.document import Column, PageSection, PageTensors, ReportPage
+from ckpttool.report.stats import norm_of
 from ckpttool.report.svg import figures
 from ckpttool.storage.place import resolved
 
@@ -39,51 +39,51 @@ SHOWN = 500
 Values = list[float | None]
 
 
-def check_page(path: Path) -> None:
+def check_page(view: PageView) -> None:
     """Raises OutputError for a file that is there and is no page, such as one of SRC's, and for a missing directory.
 
     Before a checkpoint is read for hours.
     """
+    path = _path(view)
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else "has no directory to lie in"
         raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
     refuse_others(path, "the report", BEGINS)
 
 
-def show_survey(
-    survey: Survey,
-    path: Path,
-    *,
-    as_json: bool,
-    quiet: bool = False,
-    findings: Sequence[tuple[str, Path | None]] = (),
-) -> int:
+def _path(view: PageView) -> Path:
+    if view.html is None:
+        raise UsageError("--html names no file")
+    return view.html
+
+
+def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
     """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
-    made, size = write_page(survey, path)
+    made, size = write_page(survey)
     if not as_json and not quiet:
-        text.notes(_notes(survey))
-    said = write_findings(survey.check, findings)
+        text.notes(survey.notes)
+    said = write_findings(survey.check, parsed(survey.view.findings))
     if as_json:
         text.dump(_printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
     elif not quiet:
-        line = f"{plain(str(path))}: {short(size)}, {_what(survey)}"
+        line = f"{plain(str(survey.view.html))}: {short(size)}, {_what(survey)}"
         (text.message if said else text.write)(line + ("" if said else "\n"))
     # A check that was asked for has said why there are no tensors.
-    failures = survey.failures[survey.wish.check and survey.listing is None :]
+    failures = survey.failures[survey.view.check and survey.listing is None :]
     for error in failures:
         text.message(error.render())
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
 
 
-def write_page(survey: Survey, path: Path) -> tuple[ReportPage, int]:
+def write_page(survey: ReportContents) -> tuple[ReportPage, int]:
     """Write the page; returns what it shows, and its bytes. Raises OutputError."""
     made = document(survey)
     page = render(made)
-    save(path, page, "the report", BEGINS)
+    save(_path(survey.view), page, "the report", BEGINS)
     return made, len(page.encode(errors="backslashreplace"))
 
 
-def _what(survey: Survey) -> str:
+def _what(survey: ReportContents) -> str:
     """What the report is of, in a few words."""
     parts = [count(len(survey.listing.rows), "tensor")] if survey.listing is not None else ["no tensors"]
     parts += ["statistics"] if survey.values else []
@@ -93,7 +93,7 @@ def _what(survey: Survey) -> str:
     return ", ".join(parts)
 
 
-def _verdict(survey: Survey) -> str:
+def _verdict(survey: ReportContents) -> str:
     errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
     return ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n) or "no problem found"
 
@@ -129,7 +129,7 @@ def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> Pa
     return cast("PageSection", about | rest)
 
 
-def document(survey: Survey) -> ReportPage:
+def document(survey: ReportContents) -> ReportPage:
     """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
     listing = survey.listing
     sections: list[PageSection] = []
@@ -147,9 +147,9 @@ def document(survey: Survey) -> ReportPage:
     out: ReportPage = {
         "schema": "ckpttool.report/1",
         "title": name,
-        "subtitle": headline(identify(listing)) if listing is not None else "The checkpoint cannot be opened",
+        "subtitle": identify(listing).headline if listing is not None else "The checkpoint cannot be opened",
         "facts": list(_facts(survey)),
-        "notes": _notes(survey) + [_said(e) for e in survey.failures],
+        "notes": [*survey.notes, *map(_said, survey.failures)],
         "sections": sections,
     }
     if listing is not None and listing.rows:
@@ -158,23 +158,11 @@ def document(survey: Survey) -> ReportPage:
     return out
 
 
-def _notes(survey: Survey) -> list[str]:
-    listing, diff = survey.listing, survey.diff
-    out = [*survey.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
-    for where, components in (("here", diff.components_left), ("there", diff.components_right)) if diff else ():
-        if components:
-            out.append(f"not compared: {', '.join(components)}, only {where}")
-    if survey.values and (bare := sum(v.stats is None for v in survey.values)):
-        have = "has" if bare == 1 else "have"
-        out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
-    return list(dict.fromkeys(out))
-
-
 def _said(error: CkptError) -> str:
     return " ".join([error.what, *(f"({w})" for w in error.where[:1])])
 
 
-def _facts(survey: Survey) -> Iterator[list[str]]:
+def _facts(survey: ReportContents) -> Iterator[list[str]]:
     """Labels and texts of a few words, what matters most first."""
     listing = survey.listing
     if listing is not None:
@@ -188,7 +176,7 @@ def _facts(survey: Survey) -> Iterator[list[str]]:
     yield ["Place", str(survey.path)]
 
 
-def _facts_of(listing: Listing) -> Iterator[list[str]]:
+def _facts_of(listing: TensorListing) -> Iterator[list[str]]:
     stored, known, totals = listing.stored, identify(listing), listing.totals()
     if known.parameters is not None:
         yield ["Parameters", large(known.parameters)]
@@ -214,7 +202,7 @@ def _facts_of(listing: Listing) -> Iterator[list[str]]:
 # -- tensors
 
 
-def _tensors(survey: Survey, listing: Listing) -> PageTensors:
+def _tensors(survey: ReportContents, listing: TensorListing) -> PageTensors:
     rows = listing.rows
     files = [*(relative(f.place, listing.stored.root) for f in listing.files), None]
     columns: list[Column] = [
@@ -271,7 +259,7 @@ def _measured(stats: Sequence[Stats | None]) -> list[Column]:
         {"id": "max", "title": "Max", "kind": "number", "values": each("maximum")},
         {"id": "mean", "title": "Mean", "kind": "number", "values": each("mean")},
         {"id": "std", "title": "Std", "kind": "number", "values": each("std")},
-        {"id": "norm", "title": "Norm", "kind": "number", "values": [l2(s) for s in stats]},
+        {"id": "norm", "title": "Norm", "kind": "number", "values": [norm_of(s) for s in stats]},
     ]
     out[-1]["help"] = "The root of the sum of all squares (L2)"
     zeros = [None if s is None else s.zeros / s.elements if s.elements else 0.0 for s in stats]
@@ -283,14 +271,7 @@ def _measured(stats: Sequence[Stats | None]) -> list[Column]:
     return out
 
 
-def l2(stats: Stats | None) -> float | None:
-    """The L2 norm of a tensor's finite elements."""
-    if stats is None or stats.mean is None or stats.std is None:
-        return None
-    return sqrt(stats.elements - stats.nan - stats.inf) * hypot(stats.mean, stats.std)
-
-
-def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
+def _apart(diff: DiffResult, listing: TensorListing) -> list[Column]:
     """How far each tensor is from OTHER's: 0 for equal ones, None where it is not known."""
     changed = {d.name: d for d in diff.elements}
     alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
@@ -323,7 +304,7 @@ def _apart(diff: DiffResult, listing: Listing) -> list[Column]:
 # -- by layer
 
 
-def _by_layer(survey: Survey) -> Iterator[PageSection]:
+def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
     """Plots of the model's statistics; of the first component where there is no model."""
     listing = survey.listing
     if listing is None or not listing.components:
@@ -346,7 +327,7 @@ def _by_layer(survey: Survey) -> Iterator[PageSection]:
         series = [{"name": name, "values": values} for name, values in lines]
         return _section("lines", id_, title + of, said, x=x, x_label="layer", y_label=y, log=log, series=series)
 
-    norms = layers.grid(norm([l2(s) for s in stats]))
+    norms = layers.grid(norm([norm_of(s) for s in stats]))
     yield chart(
         "norms",
         "Norms by layer",
@@ -421,13 +402,13 @@ def _map(
 # -- findings and changes
 
 
-def _findings(survey: Survey) -> PageSection:
+def _findings(survey: ReportContents) -> PageSection:
     words = {ERROR: "error", WARNING: "warning", INFO: "note"}
     found = []
     for f, more in folded(survey.check.findings):
         said = f.text + (f" and {more:,} more like it" if more else "")
         found.append({"id": f.id, "severity": words[f.severity], "text": said, "where": f.where, "hint": f.hint})
-    asked = survey.wish.check_values
+    asked = survey.view.checks_elements
     told = "" if asked else "Elements were not checked; --check --values reads them, too."
     checked = {f"{noun}s": n for noun, n in survey.check.checked.items()}
     return _section("findings", "findings", "Findings", told, findings=found, checked=checked)

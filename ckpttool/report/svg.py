@@ -12,13 +12,14 @@ from functools import partial
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
+from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import Holding, Layout, Ranks
 from ckpttool.report.strips import (
-    Card,
-    Cell,
-    Strip,
+    LayoutStrip,
+    StripCard,
+    StripCell,
     cards,
     folded,
     folded_strips,
@@ -28,7 +29,7 @@ from ckpttool.report.strips import (
     stage_strips,
 )
 from ckpttool.report.tables import middle
-from ckpttool.report.text import ranks, shape
+from ckpttool.report.text import ranks
 
 PAGE = 1040
 TALL = 1470
@@ -236,7 +237,7 @@ def _title(d: Drawing, title: str, below: str, y: float) -> None:
     d.text(d.margin, y + 37, below, look="f", room=d.room)
 
 
-def _heading(d: Drawing, card: Card, y: float) -> None:
+def _heading(d: Drawing, card: StripCard, y: float) -> None:
     d.text(d.margin, y + 14, card.title, 14, look="b", room=d.room)
     d.text(d.margin, y + 32, _amount(card), look="f", room=d.room)
 
@@ -245,12 +246,12 @@ def _continued(d: Drawing, title: str, y: float) -> None:
     d.text(d.margin, y + 14, title, 14, look="b", room=d.room)
 
 
-def _amount(card: Card) -> str:
+def _amount(card: StripCard) -> str:
     kinds = f" of {len(card.kinds)} kinds" if len(card.kinds) > 1 else ""
     return f"{count(card.tensors, 'tensor')}{kinds}, {short(card.nbytes)}"
 
 
-def _names(card: Card) -> str:
+def _names(card: StripCard) -> str:
     names = list(dict.fromkeys(plain(h.parameter) for h in card.kinds))
     more = len(names) - 4
     return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
@@ -307,13 +308,13 @@ def _beside(d: Drawing, said: str, width: float, y: float) -> None:
     d.text(d.margin + d.room - width, y + BAR / 2 + 4, said, 11, look="f")
 
 
-def _left(d: Drawing, strips: Sequence[Strip]) -> float:
+def _left(d: Drawing, strips: Sequence[LayoutStrip]) -> float:
     """Room for labels left of strips."""
     widest = max([text_width(plain(s.label), 11) for s in strips if not s.folds], default=0.0)
     return min(widest + 12, d.room * 0.36) if widest else 0.0
 
 
-def _strips(d: Drawing, card: Card) -> list[PictureBlock]:
+def _strips(d: Drawing, card: StripCard) -> list[PictureBlock]:
     """The strips of a card, below each other, and how the matrix is cut left of them."""
     shown = folded_strips(card.strips, MOST_STRIPS)
     drawn = [s for s in shown if not s.folds]
@@ -350,7 +351,7 @@ def _glyph(d: Drawing, axis: int, parts: int, y: float) -> None:
     d.glyph(d.margin, y + (BAR - GLYPH) / 2, axis, min(parts, 5))
 
 
-def _more(d: Drawing, strip: Strip, tail: str, y: float) -> None:
+def _more(d: Drawing, strip: LayoutStrip, tail: str, y: float) -> None:
     label = f": {strip.label}" if strip.label else ""
     d.text(d.margin, y + 14, f"... {strip.folds:,} more like these{label}{tail}", 11, look="f", room=d.room)
 
@@ -368,7 +369,7 @@ class Frame(NamedTuple):
     """Columns before the label."""
 
 
-def bar(d: Drawing, cells: Sequence[Cell], frame: Frame, label: str, y: float, *, noted: bool = False) -> None:
+def bar(d: Drawing, cells: Sequence[StripCell], frame: Frame, label: str, y: float, *, noted: bool = False) -> None:
     """A strip with its label and, where ``noted``, what each cell is below it."""
     if label:
         d.text(d.margin + frame.indent, y + BAR / 2 + 4, label, 11, room=frame.left - frame.indent - 8)
@@ -383,15 +384,15 @@ def bar(d: Drawing, cells: Sequence[Cell], frame: Frame, label: str, y: float, *
             d.text(x + w / 2, y + BAR + 12, cell.note, SMALL, look="fm")
 
 
-def _need(d: Drawing, cell: Cell, *, named: bool) -> float:
+def _need(d: Drawing, cell: StripCell, *, named: bool) -> float:
     return text_width(_who(d, cell, named=named), 12) + 10
 
 
-def _fits(d: Drawing, cells: Sequence[Cell], frame: Frame) -> bool:
+def _fits(d: Drawing, cells: Sequence[StripCell], frame: Frame) -> bool:
     return bool(frame.columns) or sum([_need(d, c, named=False) for c in cells]) <= frame.width
 
 
-def _placed(d: Drawing, cells: Sequence[Cell], frame: Frame) -> list[tuple[float, float, str]]:
+def _placed(d: Drawing, cells: Sequence[StripCell], frame: Frame) -> list[tuple[float, float, str]]:
     """Place, width and label of each cell; [] where they do not fit with names."""
     shown = folded(cells, lambda some: _fits(d, some, frame))
     labels = [_who(d, c, named=frame.named and not frame.columns) for c in shown]
@@ -416,7 +417,7 @@ def _widths(shares: list[float], needs: list[float], width: float) -> list[float
     return [n + rest * s / total for n, s in zip(needs, shares, strict=True)]
 
 
-def _who(d: Drawing, cell: Cell, *, named: bool) -> str:
+def _who(d: Drawing, cell: StripCell, *, named: bool) -> str:
     """The label of a cell."""
     if cell.folds:
         together = len(cell.ranks) == cell.ranks[-1] - cell.ranks[0] + 1
@@ -426,7 +427,7 @@ def _who(d: Drawing, cell: Cell, *, named: bool) -> str:
     return ranks_named(cell.ranks) if named else ranks_short(cell.ranks)
 
 
-def _kinds(d: Drawing, card: Card, most: int = 0) -> Iterator[PictureBlock]:
+def _kinds(d: Drawing, card: StripCard, most: int = 0) -> Iterator[PictureBlock]:
     """What is cut so: a line for each parameter, with all that is saved of it, or two where one would be too long."""
     together: dict[tuple[object, ...], list[Holding]] = {}
     for h in card.kinds:

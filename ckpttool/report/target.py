@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Message, Paragraph, Section, Table
+from ckpttool.answers.fields import pick
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
-from ckpttool.report.text import pick, ranks
+from ckpttool.report.text import ranks
 
 if TYPE_CHECKING:
     from ckpttool.core.files import Place

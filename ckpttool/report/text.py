@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, TextIO
 
 from ckpttool.core.words import ranges, short
@@ -30,25 +29,9 @@ def size(n: int) -> str:
     return short(n) if n < 1000 else f"{n:,} bytes ({short(n)})"
 
 
-def pick(of: object, names: str) -> dict[str, Any]:
-    """Attributes for JSON: ``name bytes=nbytes family?``, the second under another key, an empty third as null."""
-    return {key: getattr(of, name) or None if empty else getattr(of, name) for key, name, empty in _parsed(names)}
-
-
-@cache
-def _parsed(names: str) -> list[tuple[str, str, bool]]:
-    words = [(word.rstrip("?").partition("="), word.endswith("?")) for word in names.split()]
-    return [(key, name or key, empty) for (key, _, name), empty in words]
-
-
 def cell(value: str | int) -> str:
     """Whole numbers with commas between thousands."""
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def shape(dims: Iterable[int]) -> str:
-    """``[4096, 11008]``."""
-    return "[" + ", ".join(map(str, dims)) + "]"
 
 
 def ranks(numbers: Sequence[int]) -> str:

@@ -108,7 +108,7 @@ def _warm() -> None:
     import ckpttool.ops.drop_keys
     import ckpttool.ops.fp8_cast
     import ckpttool.ops.fp8_size
-    import ckpttool.ops.inspect.answer
+    import ckpttool.ops.inspect.views.registry
     import ckpttool.ops.merge
     import ckpttool.ops.reshard
     import ckpttool.report  # noqa: F401

@@ -32,6 +32,7 @@ from ckpttool.core.catalog import Catalog, Key
 from ckpttool.core.geometry import whole
 from ckpttool.core.patterns import matching
 from ckpttool.errors import CkptError
+from ckpttool.execute import NoProgress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.journal import Journal, sealed
 from ckpttool.formats.paddle.pdiparams import match_records
@@ -39,8 +40,7 @@ from ckpttool.formats.paddle.pdmodel import read_pdmodel
 from ckpttool.formats.paddle.pir import read_pir
 from ckpttool.formats.torch.prefixes import strip_prefixes
 from ckpttool.layout.family import load_family
-from ckpttool.ops.inspect.answer import InspectRequest
-from ckpttool.ops.inspect.answer import inspect as look
+from ckpttool.ops.inspect.check import check
 from ckpttool.planning.relate import rename_by_rules
 from ckpttool.quant.coded import find_codes
 from ckpttool.quant.config import config_scheme
@@ -577,7 +577,7 @@ def _manifest() -> Target:
 
     def run(data: bytes) -> None:
         folder(data)
-        look(folder.root, OpenOptions(), InspectRequest(check=True), None)
+        check(folder.root, OpenOptions(), NoProgress())
 
     tensors = dict.fromkeys(library((folder.root / "model.safetensors").read_bytes()), "0" * 16)
     text = {"version": 1, "algorithm": "xxh3_128", "files": {"model.safetensors": 7224}}

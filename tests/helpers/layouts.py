@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from ckpttool.core.geometry import Box
-from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, Ranks, Which
+from ckpttool.ops.inspect.holdings import HeldBox, Holding, HoldingGroup, Layout, Ranks, Which
 
 
-def cut(shape: tuple[int, ...], axis: int, owners: list[Ranks]) -> tuple[Held, ...]:
+def cut(shape: tuple[int, ...], axis: int, owners: list[Ranks]) -> tuple[HeldBox, ...]:
     """The boxes of a tensor that is cut along an axis; the first ones take what is left over."""
     out, at = [], 0
     for i, ranks in enumerate(owners):
         size = shape[axis] // len(owners) + (i < shape[axis] % len(owners))
         start = tuple(at if a == axis else 0 for a in range(len(shape)))
         stop = tuple(at + size if a == axis else n for a, n in enumerate(shape))
-        out.append(Held(Box(start, stop), ranks))
+        out.append(HeldBox(Box(start, stop), ranks))
         at += size
     return tuple(out)
 
 
-def whole(shape: tuple[int, ...], ranks: Ranks) -> tuple[Held, ...]:
-    return (Held(Box((0,) * len(shape), shape), ranks),)
+def whole(shape: tuple[int, ...], ranks: Ranks) -> tuple[HeldBox, ...]:
+    return (HeldBox(Box((0,) * len(shape), shape), ranks),)
 
 
 def layout(tp: int, pp: int = 1, ep: int = 1, layers: int = 8, experts: int = 256) -> Layout:
@@ -33,12 +33,12 @@ def layout(tp: int, pp: int = 1, ep: int = 1, layers: int = 8, experts: int = 25
             every = tuple(range(stage * width, (stage + 1) * width))
             owners = [every[i::tp] for i in range(tp)]
             held = whole(shape, every) if axis is None or tp == 1 else cut(shape, axis, owners)
-            groups.append(Group(_stage(stage, pp, layers), layers // pp, held))
+            groups.append(HoldingGroup(_stage(stage, pp, layers), layers // pp, held))
         padded = groups[-1].held[-1].ranks if padding else ()
         return Holding(name, "BF16", shape, layers, tuple(groups), padding, padded)
 
     of_experts = [
-        Group((*_stage(s, pp, layers), *_share("experts", r, ep, experts)), layers // pp * (experts // ep),
+        HoldingGroup((*_stage(s, pp, layers), *_share("experts", r, ep, experts)), layers // pp * (experts // ep),
               whole((64, 32), tuple(range(s * width + r, (s + 1) * width, ep))))
         for s in range(pp) for r in range(ep)
     ]  # fmt: skip
@@ -73,22 +73,22 @@ def irregular(world: int) -> Layout:
             row, column = divmod(at, 31)
             if column or stop - at < 31:
                 end = min(stop, (row + 1) * 31)
-                runs.append(Held(Box((row, column), (row + 1, column + end - at)), (rank,)))
+                runs.append(HeldBox(Box((row, column), (row + 1, column + end - at)), (rank,)))
                 at = end
             else:
                 rows = (stop - at) // 31
-                runs.append(Held(Box((row, 0), (row + rows, 31)), (rank,)))
+                runs.append(HeldBox(Box((row, 0), (row + rows, 31)), (rank,)))
                 at += rows * 31
     half = world // 2
     boxes = [(i, j, Box((i * 8, j * 4), (i * 8 + 8, j * 4 + 4))) for i in range(2) for j in range(half)]
-    grid = tuple(Held(box, (i * half + j,)) for i, j, box in boxes) or whole((16, 4), (0,))
+    grid = tuple(HeldBox(box, (i * half + j,)) for i, j, box in boxes) or whole((16, 4), (0,))
     odd = tuple(r for r in range(world) if r * r % 7 in (1, 2)) or (0,)
     holdings = (
-        Holding("optimizer/flat/moment1_0", "F32", shape, 1, (Group((), 1, tuple(runs)),), 0),
-        Holding("grid", "F32", (16, 4 * max(world // 2, 1)), 1, (Group((), 1, grid),), 0),
-        Holding("odd", "F32", (16,), 1, (Group((), 1, whole((16,), odd)),), 0),
-        Holding("number", "I64", (), 1, (Group((), 1, whole((), tuple(range(world)))),), 0),
-        Holding("none", "F32", (0, 4), 1, (Group((), 1, ()),), 0),
+        Holding("optimizer/flat/moment1_0", "F32", shape, 1, (HoldingGroup((), 1, tuple(runs)),), 0),
+        Holding("grid", "F32", (16, 4 * max(world // 2, 1)), 1, (HoldingGroup((), 1, grid),), 0),
+        Holding("odd", "F32", (16,), 1, (HoldingGroup((), 1, whole((16,), odd)),), 0),
+        Holding("number", "I64", (), 1, (HoldingGroup((), 1, whole((), tuple(range(world)))),), 0),
+        Holding("none", "F32", (0, 4), 1, (HoldingGroup((), 1, ()),), 0),
     )
     return Layout("as its metadata says", world, holdings, {r: 1000 + r for r in range(world)})
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.ops.inspect import answer
+from ckpttool.ops.inspect.views.base import InspectedSource
+from ckpttool.ops.inspect.views.registry import VIEWS
 from tests.helpers.command import ckpttool
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/merge/inputs/ft1"
@@ -29,6 +30,18 @@ def written(model: Path) -> None:
         f.write(b"more")
 
 
+def changes(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Let something happen after a view has looked, and before its answer is believed."""
+    for view in VIEWS:
+
+        def changing(self: Any, at: InspectedSource, look: Callable[[Any, InspectedSource], Any] = view.look) -> Any:
+            found = look(self, at)
+            change()
+            return found
+
+        monkeypatch.setattr(view, "look", changing)
+
+
 @pytest.mark.parametrize(
     ("question", "change"),
     [
@@ -44,14 +57,7 @@ def test_it_is_said(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(FIXTURE, model)
-    look = answer._answer
-
-    def changing(*arguments: Any) -> Any:
-        found = look(*arguments)
-        change(model)
-        return found
-
-    monkeypatch.setattr(answer, "_answer", changing)
+    changes(monkeypatch, lambda: change(model))
     done = ckpttool("inspect", model, *question)
     assert (done.code, done.out) == (1, "")
     assert "error: a source has changed while it was read" in done.err
@@ -61,13 +67,10 @@ def test_what_lies_beside_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The log of a training run, say."""
     model = tmp_path / "model"
     shutil.copytree(FIXTURE, model)
-    look = answer._answer
 
-    def changing(*arguments: Any) -> Any:
-        found = look(*arguments)
+    def logging() -> None:
         (model / "train.log").write_text("step 1")
         os.utime(model / "config.json")
-        return found
 
-    monkeypatch.setattr(answer, "_answer", changing)
+    changes(monkeypatch, logging)
     assert ckpttool("inspect", model).code == 0

@@ -74,7 +74,7 @@ def test_nothing_is_told_where_nothing_differs(pair: tuple[Tensors, Tensors, Pat
 
 def test_what_is_equal_is_read_once(pair: tuple[Tensors, Tensors, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two equal checkpoints are not read for norms that nobody asks for."""
-    monkeypatch.setattr("ckpttool.ops.inspect.diff._Measuring", None)
+    monkeypatch.setattr("ckpttool.ops.inspect.diff._DistanceWork", None)
     assert ckpttool("inspect", pair[2], "--diff", pair[2], "--values").code == 0
 
 
@@ -93,7 +93,7 @@ def test_on_a_terminal_bars_come_last(pair: tuple[Tensors, Tensors, Path, Path])
 
 def test_many_layers_are_a_screen() -> None:
     """The largest of a hundred, and one line for the others."""
-    from ckpttool.report.drift import MOST
+    from ckpttool.ops.inspect.views.diff import MOST
 
     sums = drift("model", [Apart(f"model.layers.{i}.w.weight", 1.0 + i, 100.0, changed=True) for i in range(100)])
     assert [d.name for d in sums.layers[:2]] == ["model.layers.99", "model.layers.98"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpttool.core.geometry import Box
-from ckpttool.ops.inspect.holdings import Held, merge
+from ckpttool.ops.inspect.holdings import HeldBox, merge
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import origin, save_hf, write
 from tests.inspect.models import CONFIG, HIDDEN, llama, shapes
@@ -106,12 +106,12 @@ def test_neighbours_of_one_owner_are_joined() -> None:
         return Box((a, c), (b, d))
 
     pieces = [
-        Held(box(0, 2, 0, 2), (0,)),
-        Held(box(2, 4, 0, 2), (0,)),
-        Held(box(0, 4, 2, 4), (0,)),
-        Held(box(4, 6, 0, 4), (1,)),
+        HeldBox(box(0, 2, 0, 2), (0,)),
+        HeldBox(box(2, 4, 0, 2), (0,)),
+        HeldBox(box(0, 4, 2, 4), (0,)),
+        HeldBox(box(4, 6, 0, 4), (1,)),
     ]
-    assert merge(pieces) == [Held(box(0, 4, 0, 4), (0,)), Held(box(4, 6, 0, 4), (1,))]
+    assert merge(pieces) == [HeldBox(box(0, 4, 0, 4), (0,)), HeldBox(box(4, 6, 0, 4), (1,))]
     assert merge([]) == []
 
 
@@ -156,11 +156,13 @@ def test_text_of_many_cuts_is_a_list(tmp_path: Path) -> None:
 
 
 def test_two_cut_axes_are_a_grid() -> None:
-    from ckpttool.ops.inspect.holdings import Group, Holding, Layout
+    from ckpttool.ops.inspect.holdings import Holding, HoldingGroup, Layout
     from ckpttool.report.layout import draw
 
-    held = tuple(Held(Box((i * 2, j * 3), (i * 2 + 2, j * 3 + 3)), (2 * i + j,)) for i in range(2) for j in range(2))
-    layout = Layout("tp 4", 4, (Holding("w", "F32", (4, 6), 1, (Group((), 1, held),), 0),), dict.fromkeys(range(4), 24))
+    held = tuple(HeldBox(Box((i * 2, j * 3), (i * 2 + 2, j * 3 + 3)), (2 * i + j,)) for i in range(2) for j in range(2))
+    layout = Layout(
+        "tp 4", 4, (Holding("w", "F32", (4, 6), 1, (HoldingGroup((), 1, held),), 0),), dict.fromkeys(range(4), 24)
+    )
     assert draw(layout).splitlines()[-3:] == [
         "    axis 0 \\ 1   0:3   3:6",
         "           0:2 |  0  |  1  |",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpttool.ops.inspect.identity import family_name, parameters
-from ckpttool.ops.inspect.listing import Row
+from ckpttool.ops.inspect.listing import TensorRow
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf
 from tests.inspect.models import CONFIG, FP8_CONFIG, fp8_llama, llama, shapes
@@ -201,7 +201,7 @@ def test_ranks_without_rules_have_no_number_of_parameters(tmp_path: Path) -> Non
     ],
 )
 def test_a_head_that_is_tied_counts_once(embedding: str, head: str) -> None:
-    rows = [Row(n, "BF16", (7, 3), 42, 0, 0, 1) for n in (embedding, head, "model.norm.weight")]
+    rows = [TensorRow(n, "BF16", (7, 3), 42, 0, 0, 1) for n in (embedding, head, "model.norm.weight")]
     assert parameters(rows, {"tie_word_embeddings": True}) == {"BF16": 42}
     assert parameters(rows, {"tie_word_embeddings": False}) == {"BF16": 63}
     assert parameters(rows[1:], {"tie_word_embeddings": True}) == {"BF16": 42}

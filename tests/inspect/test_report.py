@@ -19,10 +19,10 @@ from ckpttool.core.mesh import Mesh
 from ckpttool.errors import OutputError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.kernels.stats import Histogram, Stats
-from ckpttool.ops.inspect.answer import InspectRequest, everything
-from ckpttool.ops.inspect.listing import Listing, Row
-from ckpttool.ops.inspect.survey import Survey, Wish
+from ckpttool.ops.inspect.listing import TensorChoice, TensorListing, TensorRow
 from ckpttool.ops.inspect.values import Values
+from ckpttool.ops.inspect.views.page import PageView, ReportContents
+from ckpttool.ops.inspect.views.registry import look
 from ckpttool.report.page import render
 from ckpttool.report.survey import document
 from tests.helpers.command import Done, ckpttool
@@ -241,6 +241,11 @@ def test_no_file_but_a_report_is_replaced(model: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert ckpttool("inspect", model, "--html", tmp_path / "r.html").code == 0
     assert ckpttool("inspect", model, "--html", tmp_path).code == 1
+    other = tmp_path / "index.html"
+    other.write_text('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Mine</title>')
+    done = ckpttool("inspect", model, "--html", other)
+    assert (done.code, "a file that is not a report" in done.err) == (1, True)
+    assert "Mine" in other.read_text()
     assert ckpttool("inspect", model, "--html", tmp_path / "none" / "r.html").code == 1
 
 
@@ -255,7 +260,7 @@ def test_nothing_is_written_for_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_plain_inspect_loads_nothing_of_it() -> None:
     code = (
         "import sys; from tests.helpers.command import ckpttool; ckpttool('inspect', 'fixtures/vllm_sharded_tp2');"
-        "print([m for m in sys.modules if m.endswith('survey') or '.page' in m])"
+        "print([m for m in sys.modules if m.endswith('report.survey') or 'report.page' in m])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -273,7 +278,9 @@ def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
 
 
 def test_documents_have_each_section_once(model: Path) -> None:
-    made = document(everything(model, OpenOptions(), InspectRequest(stats=True, html=Path("r.html"))))
+    found = look(PageView(choice=TensorChoice(), stats=True), model, OpenOptions())
+    assert isinstance(found, ReportContents)
+    made = document(found)
     ids = [s["id"] for s in made["sections"]]
     assert ids == ["sizes", "norms", "extremes", "outliers", "zeros", "findings", "tensors"]
 
@@ -281,7 +288,7 @@ def test_documents_have_each_section_once(model: Path) -> None:
 def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.MonkeyPatch) -> None:
     n, rng = 2000, np.random.default_rng(0)
     rows = [
-        Row(f"model.layers.{i // 256}.mlp.experts.{i % 256}.up.weight", "BF16", (64, 99), 12672, -1, 0, 1)
+        TensorRow(f"model.layers.{i // 256}.mlp.experts.{i % 256}.up.weight", "BF16", (64, 99), 12672, -1, 0, 1)
         for i in range(n)
     ]
     std = 0.02 * np.exp(rng.normal(0, 0.15, n))
@@ -291,9 +298,9 @@ def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.
         bins = np.exp(-0.5 * (np.linspace(a, b, 20) / s) ** 2)
         stats = Stats(6336, a, b, float(mean), s, max(b, -a), 0, 0, int(rng.poisson(9)), None)
         values.append(Values(row, stats, Histogram((), tuple(map(int, rng.poisson(600 * bins))))))
-    found = Survey(Wish(stats=True), Path("x"), CheckResult(Path("x")))
+    found = ReportContents(PageView(choice=TensorChoice(), stats=True), Path("x"), CheckResult(Path("x")))
     stored = StoredCheckpoint("hf", Path("x"), [], [], Mesh())
-    found.listing = Listing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
+    found.listing = TensorListing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
     found.values = tuple(values)
     made = document(found)
     empty = len(render({**made, "tensors": {"names": [], "columns": []}}))

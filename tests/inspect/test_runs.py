@@ -299,6 +299,9 @@ def test_two_of_a_run_are_compared_by_name_step_or_path(tmp_path: Path) -> None:
         assert (done.code, done.err) == (0, "")
     done = ckpttool("inspect", tmp_path, "--diff", "step-1", "step-9")
     assert (done.code, "step-1, step-2" in done.err) == (2, True)
+    for other in ("step-2", "2"):  # of the run that SRC is in
+        done = ckpttool("inspect", tmp_path / "step-1", "--diff", other)
+        assert (done.code, f"hint: --diff {tmp_path / 'step-2'}" in done.err) == (2, True), done.err
     done = ckpttool("inspect", tmp_path, "step-2")
     assert (done.code, "--diff step-2" in done.err) == (2, True)
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from ckpttool.core.tensor_names import fold, natural_order, templates
 from ckpttool.core.words import ranges
-from ckpttool.ops.inspect.listing import Row
-from ckpttool.ops.inspect.tree import Node, collapse, lines
+from ckpttool.ops.inspect.listing import TensorRow
+from ckpttool.ops.inspect.tree import TreeNode, collapse, lines
 
 
-def rows(*names: str, shape: tuple[int, ...] = (2,)) -> list[Row]:
-    return [Row(n, "F32", shape, 4 * prod(shape), 0, 0, 1) for n in names]
+def rows(*names: str, shape: tuple[int, ...] = (2,)) -> list[TensorRow]:
+    return [TensorRow(n, "F32", shape, 4 * prod(shape), 0, 0, 1) for n in names]
 
 
-def leaves(root: Node) -> list[str]:
+def leaves(root: TreeNode) -> list[str]:
     return [line.name for line in lines(root) if line.node.dtype]
 
 
@@ -74,7 +74,7 @@ def test_folded_names_stand_for_every_combination(names: list[str], expected: di
 
 
 def test_what_differs_is_not_collapsed() -> None:
-    mixed = [*rows("a.0.w", "a.1.w"), *rows("a.2.w", shape=(3,)), Row("a.3.w", "BF16", (2,), 4, 0, 0, 1)]
+    mixed = [*rows("a.0.w", "a.1.w"), *rows("a.2.w", shape=(3,)), TensorRow("a.3.w", "BF16", (2,), 4, 0, 0, 1)]
     assert leaves(collapse(mixed)) == ["a.{0..1}.w", "a.2.w", "a.3.w"]
 
 
@@ -97,7 +97,7 @@ NAMES = st.lists(st.lists(COMPONENT, min_size=1, max_size=5).map(".".join), uniq
 def test_every_tensor_is_in_exactly_one_line(names: list[str], data: st.DataObject) -> None:
     """Expanding the lines gives the names back, and the sums are those of the rows."""
     shapes = [data.draw(st.sampled_from([(2,), (3, 1), ()])) for _ in names]
-    given_rows = [Row(n, "F32", s, 4 * prod(s), 0, 0, 1) for n, s in zip(names, shapes, strict=True)]
+    given_rows = [TensorRow(n, "F32", s, 4 * prod(s), 0, 0, 1) for n, s in zip(names, shapes, strict=True)]
     root = collapse(given_rows)
     found = [(name, line.node.shape) for line in lines(root) if line.node.dtype for name in expand(line.name)]
     assert sorted(found) == sorted(zip(names, shapes, strict=True))

@@ -19,7 +19,7 @@ from ckpttool.kernels.merge.draws import CounterDraws
 from ckpttool.kernels.merge.measure import Measured, measured
 from ckpttool.ops.merge import execute
 from ckpttool.report.merged import document
-from ckpttool.report.page import render
+from ckpttool.report.page import BEGINS, render
 from tests.helpers.command import ckpttool
 from tests.helpers.fleet import FakeFleet, end_all
 from tests.helpers.tensorfile import read
@@ -279,7 +279,7 @@ def test_interrupted_while_it_is_measured(room: Path, tmp_path: Path, monkeypatc
 
 
 def test_an_old_report_is_replaced(room: Path, tmp_path: Path) -> None:
-    (tmp_path / "dst.html").write_text("<!DOCTYPE html>old")
+    (tmp_path / "dst.html").write_text(BEGINS + "old")
     report(room, tmp_path / "dst", "--weights", "1,1")
     assert "<html" in (tmp_path / "dst.html").read_text()
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 
 from ckpttool.core.geometry import Box
-from ckpttool.ops.inspect.holdings import Group, Held, Holding, Layout, layout_of
+from ckpttool.ops.inspect.holdings import HeldBox, Holding, HoldingGroup, Layout, layout_of
 from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.report import svg
-from ckpttool.report.strips import Cell, cards, folded, part, ranks_short, stage_strips, strips_of
+from ckpttool.report.strips import StripCell, cards, folded, part, ranks_short, stage_strips, strips_of
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.contrast import contrast
 from tests.helpers.layouts import LAYOUTS, cut
@@ -208,7 +208,7 @@ def test_only_what_goes_on_by_the_same_step_is_folded() -> None:
     """A fold that hides that ranks are in another order would be wrong."""
 
     def shown(owners: list[int]) -> list[str]:
-        cells = [Cell((r,), "", (i, i + 1), Fraction(1, len(owners))) for i, r in enumerate(owners)]
+        cells = [StripCell((r,), "", (i, i + 1), Fraction(1, len(owners))) for i, r in enumerate(owners)]
         return [ranks_short(c.ranks) for c in folded(cells, lambda some: len(some) < len(owners))]
 
     assert shown([0, 1, 2, 3, 4, 5, 6, 7]) == ["0", "1", "2-6", "7"]
@@ -218,8 +218,12 @@ def test_only_what_goes_on_by_the_same_step_is_folded() -> None:
 
 def test_rows_have_no_holes() -> None:
     """A rank that has both rows of the left half, beside two that have one each of the right."""
-    held = (Held(Box((0, 0), (8, 16)), (0,)), Held(Box((0, 16), (4, 32)), (1,)), Held(Box((4, 16), (8, 32)), (2,)))
-    holding = Holding("w", "F32", (8, 32), 1, (Group((), 1, held),), 0)
+    held = (
+        HeldBox(Box((0, 0), (8, 16)), (0,)),
+        HeldBox(Box((0, 16), (4, 32)), (1,)),
+        HeldBox(Box((4, 16), (8, 32)), (2,)),
+    )
+    holding = Holding("w", "F32", (8, 32), 1, (HoldingGroup((), 1, held),), 0)
     assert [(s.place, [(c.note, c.ranks) for c in s.cells]) for s in strips_of(holding)] in (
         [("axis 0 0:4", [("0:16", (0,)), ("16:32", (1,))]), ("axis 0 4:8", [("0:16", (0,)), ("16:32", (2,))])],
         [("axis 1 0:16", [("0:8", (0,))]), ("axis 1 16:32", [("0:4", (1,)), ("4:8", (2,))])],
@@ -229,7 +233,7 @@ def test_rows_have_no_holes() -> None:
 def test_groups_that_are_cut_along_other_axes() -> None:
     """Each says which, and what a rank has is said of all."""
     first, second = cut((8, 6), 0, [(0,), (1,)]), cut((8, 6), 1, [(2,), (3,)])
-    groups = (Group((("layers", (0,)),), 1, first), Group((("layers", (1,)),), 1, second))
+    groups = (HoldingGroup((("layers", (0,)),), 1, first), HoldingGroup((("layers", (1,)),), 1, second))
     holding = Holding("w", "F32", (8, 6), 2, groups, 0)
     assert [(s.label, [c.note for c in s.cells]) for s in strips_of(holding)] == [
         ("layers 0, along axis 0", ["0:4", "4:8"]),

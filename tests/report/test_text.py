@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, either, short, some
 from ckpttool.errors import plain
 from ckpttool.report import text
@@ -39,8 +40,8 @@ def test_small_formats() -> None:
     assert count(2, "box", "boxes") == "2 boxes"
     assert (either(["a"]), either(("a", "b", "c"))) == ("a", "a, b or c")
     assert (some(["a", "b"]), some({"a": 1, "b": 2, "c": 3}, 1)) == ("a, b", "a and 2 more")
-    assert text.shape((2, 3)) == "[2, 3]"
-    assert text.shape(()) == "[]"
+    assert shape((2, 3)) == "[2, 3]"
+    assert shape(()) == "[]"
     assert text.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert plain("a\tb\nc") == "a\\tb\\nc"
 

@@ -23,7 +23,8 @@ from ckpttool.core.plan import Copy
 from ckpttool.execute import NoProgress
 from ckpttool.ops import drop_keys, fp8_cast
 from ckpttool.ops.convert_json.convert import to_safetensors
-from ckpttool.ops.inspect.answer import InspectRequest, inspect
+from ckpttool.ops.inspect.check import check
+from ckpttool.ops.inspect.listing import list_tensors
 from ckpttool.ops.inspect.tree import by_component, collapse
 from ckpttool.ops.reshard import prepare
 from ckpttool.quant.scheme import scheme
@@ -94,8 +95,7 @@ def slope(cost: Sequence[float], factor: float) -> float:
 
 
 def listed(path: Path) -> None:
-    answer = inspect(path, OpenOptions(), InspectRequest())
-    for _, rows in by_component(answer.listing.rows).values():  # type: ignore[union-attr]
+    for _, rows in by_component(list_tensors(path).rows).values():
         collapse(rows)
 
 
@@ -224,7 +224,7 @@ def test_a_check_of_many_tensors_grows_as_they_do(
     cost = []
     for path, _ in models["fp8"]:
         with counted() as count:
-            inspect(path, OpenOptions(), InspectRequest(check=True), NoProgress())
+            check(path, OpenOptions(), NoProgress())
         cost.append(count[0])
     (_, small), (_, large) = models["fp8"]
     assert slope(cost, large / small) <= STEEPEST, cost

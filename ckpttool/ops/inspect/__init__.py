@@ -1,6 +1,6 @@
 """``ckpttool inspect``: what is inside a checkpoint, whether it is sound, and how it differs from another.
 
-    answer.py         a question and the part that answers it
+    views/            a file for each view: its options, what contradicts them, its answer for programs
     source.py         opening a checkpoint, or an adapter
     identity.py       what it is: family, layers, parameters, precision
     listing.py        the tensors of a source, chosen and sorted; headers only
@@ -15,7 +15,7 @@
     diff.py           two checkpoints, whatever their sharding and dialect
     drift.py          ... and how far they are apart, by layer and by module
     total.py          one digest of everything
-    survey.py         everything that a report shows, gathered once
+    listing_json.py   what every JSON answer says of the checkpoint
 
 Each module returns plain data; ``report`` prints it. Listing needs neither numpy nor the layout rules of a checkpoint
 of whole tensors, so neither is loaded for it.

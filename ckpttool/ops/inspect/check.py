@@ -48,7 +48,7 @@ from ckpttool.formats.registry import choose, is_multi_part, reader
 from ckpttool.formats.runs import RunError
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
-from ckpttool.ops.inspect.soundness import Named, tensor_findings
+from ckpttool.ops.inspect.soundness import NamedShape, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
 from ckpttool.storage.place import parse_place
@@ -420,22 +420,22 @@ def _open(
 
 def _named(
     checkpoint: Checkpoint | None, files: list[ExaminedFile], mapped: Mapping[str, str] | None
-) -> dict[str, Named]:
+) -> dict[str, NamedShape]:
     """Dtype, shape and file of each model weight: whole ones where there is a catalog, else those in the files.
 
     The config speaks of the model; what else there is has the shapes of the model's weights, or is not read at all.
     """
     if checkpoint is not None:
         return {
-            t.key.name: Named(t.dtype, t.shape, tuple({p.stored.file for p in t.pieces}))
+            t.key.name: NamedShape(t.dtype, t.shape, tuple({p.stored.file for p in t.pieces}))
             for t in checkpoint.catalog
             if t.key.component == "model"
         }
-    out: dict[str, Named] = {}
+    out: dict[str, NamedShape] = {}
     for f in files:
         for t in f.tensors:
             if t.name not in out or (mapped or {}).get(t.name) == f.name:
-                out[t.name] = Named(t.dtype, t.shape, (t.file,))
+                out[t.name] = NamedShape(t.dtype, t.shape, (t.file,))
     return out
 
 
@@ -548,7 +548,7 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
 
 
 @dataclass(frozen=True, slots=True)
-class _Hashing:
+class _ManifestWork:
     """See ``Work``. An item is a range of a file: its number, the first byte, and how many."""
 
     files: SentFiles
@@ -571,7 +571,7 @@ def _prove(
 ) -> None:
     names = list(dict.fromkeys(f.name for f, _, _ in todo))
     number = {name: i for i, name in enumerate(names)}
-    work = _Hashing(SentFiles([DataFile.at(listing.path(name)) for name in names]))
+    work = _ManifestWork(SentFiles([DataFile.at(listing.path(name)) for name in names]))
     ranges = [(number[f.name], t.offset, t.nbytes) for f, t, _ in todo]
     progress.start(sum(t.nbytes for _, t, _ in todo), len(names))
     for (f, t, wanted), taken in zip(todo, each(work, ranges, lambda r: r[2], fleet), strict=True):

@@ -221,7 +221,7 @@ def _open(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ComparedTensor:
     """A tensor of one side under the name by which it is compared."""
 
     view: DerivedTensor
@@ -235,13 +235,13 @@ class Found:
 class Side:
     """One side's tensors by component."""
 
-    tables: dict[str, dict[str, Found]] = field(default_factory=dict)
+    tables: dict[str, dict[str, ComparedTensor]] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     """Other names of stored elements, which the other side may lack."""
     failed: dict[str, str] = field(default_factory=dict)
     """Components that cannot be brought to the common names, and why."""
 
-    def views(self, components: list[str]) -> dict[str, Found]:
+    def views(self, components: list[str]) -> dict[str, ComparedTensor]:
         """All of these components, by the name that --list shows."""
         return {n: v for c in components for n, v in self.tables.get(c, {}).items()}
 
@@ -274,7 +274,7 @@ def side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, ren
         for key, t in catalog.tensors.items():
             if key.component in components:
                 name = str(key)
-                found = Found(DerivedTensor(name, t.dtype, t.shape, t), key.name, key.component)
+                found = ComparedTensor(DerivedTensor(name, t.dtype, t.shape, t), key.name, key.component)
                 out.tables.setdefault(key.component, {})[name] = found
     else:
         _publish(checkpoint, components, out, notes)
@@ -284,10 +284,10 @@ def side(checkpoint: Checkpoint, components: list[str], notes: list[str], *, ren
         masters = out.tables["master_weights"]
         weights = out.tables["model"] if "model" in out.tables else {} if renamed else identity(catalog).table
         for weight in weights.values():
-            view = weight.view if isinstance(weight, Found) else weight
+            view = weight.view if isinstance(weight, ComparedTensor) else weight
             name = str(Key(view.name, "master_weights"))
             if view.dtype == "F32" and name not in masters:
-                masters[name] = Found(view.named(name), view.name, "master_weights", lone=True)
+                masters[name] = ComparedTensor(view.named(name), view.name, "master_weights", lone=True)
     return out
 
 
@@ -296,7 +296,7 @@ def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: li
     catalog = checkpoint.catalog
     if "model" in components:
         table = _published(checkpoint, identity(catalog), notes)
-        out.tables["model"] = {v.name: Found(v, v.name, "model") for v in table}
+        out.tables["model"] = {v.name: ComparedTensor(v, v.name, "model") for v in table}
     others = [c for c in components if c != "model"]
     if not others:
         return
@@ -307,11 +307,11 @@ def _publish(checkpoint: Checkpoint, components: list[str], out: Side, notes: li
         return
     for component in others:
         states = dict.fromkeys(k.state for k in catalog.tensors if k.component == component)
-        held: dict[str, Found] = {}
+        held: dict[str, ComparedTensor] = {}
         try:
             for state in states:
                 for name, view in propagate_to_component(names, catalog, component, state, []).items():
-                    held[view.name] = Found(view, name, component)
+                    held[view.name] = ComparedTensor(view, name, component)
         except CkptError as e:
             out.failed[component] = e.what
         out.tables[component] = held
@@ -337,10 +337,10 @@ def _add_aliases(checkpoint: Checkpoint, side: Side, *, renamed: bool) -> None:
     for alias, owner in aliases.items():
         if alias not in table and owner in table:
             side.aliases.add(alias)
-            table[alias] = Found(replace(table[owner].view, name=alias), alias, "model")
+            table[alias] = ComparedTensor(replace(table[owner].view, name=alias), alias, "model")
 
 
-def _own_masters(one: dict[str, Found], two: dict[str, Found]) -> None:
+def _own_masters(one: dict[str, ComparedTensor], two: dict[str, ComparedTensor]) -> None:
     """Take out float32 weights as their own master weights where the other side has none either.
 
     Some formats store a master weight of a parameter that is float32 itself, and others do not.
@@ -390,7 +390,7 @@ def _compare(result: DiffResult, pairs: list[_Pair], progress: Progress, fleet: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Measuring:
+class _DistanceWork:
     """See ``Work``: the norms of two tensors whose elements were found to be equal."""
 
     left: SentFiles
@@ -439,7 +439,7 @@ def _measure_unchanged(result: DiffResult, pairs: list[_Pair], fleet: Fleet | No
 
     wanted = [(x, y) for x, y in pairs if is_needed(x)]
     left, right = SentFiles(result.left.catalog.files), SentFiles(result.right.catalog.files)
-    work = _Measuring(left, right, result.tolerance is None)
+    work = _DistanceWork(left, right, result.tolerance is None)
     measured = each(work, wanted, lambda pair: pair[1].nbytes, fleet)
     result.unchanged = {x.name: squares for (x, _), squares in zip(wanted, measured, strict=True)}
 

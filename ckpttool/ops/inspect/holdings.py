@@ -16,14 +16,14 @@ from ckpttool.core.catalog import Key, LogicalTensor
 from ckpttool.core.geometry import Box
 from ckpttool.core.tensor_names import SLOT, templates
 from ckpttool.core.words import ranges
-from ckpttool.ops.inspect.listing import Holders, Listing, holders_of, runs
+from ckpttool.ops.inspect.listing import Holders, TensorListing, holders_of, runs
 
 Ranks = tuple[int, ...]
 Which = tuple[tuple[str, tuple[int, ...]], ...]
 """Which of the numbers in a name: ``(("layers", (0, 1)), ("experts", (0, 1, 2)))``."""
 
 
-class Held(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a tensor and the ranks that hold it."""
 
     box: Box
@@ -31,13 +31,13 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class HoldingGroup:
     """Tensors that the same ranks hold in the same way."""
 
     which: Which
     """The numbers of the name that decide who holds it; () where none does."""
     count: int
-    held: tuple[Held, ...]
+    held: tuple[HeldBox, ...]
 
     @property
     def label(self) -> str:
@@ -59,7 +59,7 @@ class Holding:
     dtype: str
     shape: tuple[int, ...]
     count: int
-    groups: tuple[Group, ...]
+    groups: tuple[HoldingGroup, ...]
     padding: int
     """Elements of padding that the ranks store besides, in one of these tensors."""
     padded: Ranks = ()
@@ -97,10 +97,10 @@ class Layout:
     """Ranks that hold the same layers, and which these are; () where all hold the same."""
 
 
-_Pattern = tuple[str, tuple[int, ...], tuple[Held, ...], int, Ranks]
+_Pattern = tuple[str, tuple[int, ...], tuple[HeldBox, ...], int, Ranks]
 
 
-def layout_of(listing: Listing) -> Layout:
+def layout_of(listing: TensorListing) -> Layout:
     """Who holds the listed tensors. Raises LayoutError when ranks' tensors cannot be put together."""
     by_name = {str(t.key): t for t in listing.checkpoint().catalog}
     tensors = [by_name[r.name] for r in listing.rows]
@@ -129,7 +129,7 @@ def layout_of(listing: Listing) -> Layout:
         slots = _slots(everything)
         groups = []
         for (_, _, held, *_), alike in patterns.items():
-            groups += [Group(which, count, held) for which, count in _decisive(template, alike, slots)]
+            groups += [HoldingGroup(which, count, held) for which, count in _decisive(template, alike, slots)]
         padding = max(p[3] for p in patterns)
         padded = tuple(sorted({r for p in patterns for r in p[4]}))
         name = _fill(template, slots)
@@ -161,21 +161,21 @@ def _pattern(tensor: LogicalTensor, holders: Holders) -> _Pattern:
         if not p.logical_box.volume:
             continue  # of an empty tensor
         owners.setdefault(p.logical_box, set()).add(holders.rank(p.stored))
-    held = merge([Held(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
+    held = merge([HeldBox(box, tuple(sorted(ranks))) for box, ranks in owners.items()])
     padded = tuple(sorted({holders.rank(p.stored) for p in tensor.pads}))
     return (tensor.dtype, tensor.shape, tuple(held), sum(p.stored_box.volume for p in tensor.pads), padded)
 
 
-def merge(held: Iterable[Held]) -> list[Held]:
+def merge(held: Iterable[HeldBox]) -> list[HeldBox]:
     """Join neighbouring boxes of the same ranks, so that what is drawn is what is cut."""
     out = sorted(held, key=lambda h: h.box.start)
     for axis in range(len(out[0].box.start) if out else 0):
-        rows: dict[tuple[object, ...], list[Held]] = {}
+        rows: dict[tuple[object, ...], list[HeldBox]] = {}
         for h in out:
             other = (h.box.start[:axis], h.box.stop[:axis], h.box.start[axis + 1 :], h.box.stop[axis + 1 :], h.ranks)
             line = rows.setdefault(other, [])
             if line and line[-1].box.stop[axis] == h.box.start[axis]:
-                line[-1] = Held(Box(line[-1].box.start, h.box.stop), h.ranks)
+                line[-1] = HeldBox(Box(line[-1].box.start, h.box.stop), h.ranks)
             else:
                 line.append(h)
         out = sorted((h for line in rows.values() for h in line), key=lambda h: h.box.start)
@@ -227,7 +227,9 @@ def _decisive(template: str, numbers: list[tuple[int, ...]], slots: list[frozens
     return out
 
 
-def grid(held: tuple[Held, ...], axes: tuple[int, ...]) -> tuple[list[list[int]], list[tuple[tuple[int, ...], Ranks]]]:
+def grid(
+    held: tuple[HeldBox, ...], axes: tuple[int, ...]
+) -> tuple[list[list[int]], list[tuple[tuple[int, ...], Ranks]]]:
     """Edges along each of ``axes`` and the ranks of each cell between them, cells without an owner left out."""
     edges = [sorted({e for h in held for e in (h.box.start[a], h.box.stop[a])}) for a in axes]
     cells = []

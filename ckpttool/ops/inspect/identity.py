@@ -17,11 +17,12 @@ from typing import Any
 
 from ckpttool.core.catalog import in_order
 from ckpttool.core.dtypes import lookup
-from ckpttool.errors import CkptError
+from ckpttool.core.words import count
+from ckpttool.errors import CkptError, plain
 from ckpttool.formats.base import StoredCheckpoint
 from ckpttool.formats.config import EMBEDDINGS, EXPERTS, HEADS, LAYERS, quantization, ties_head, whole_number
 from ckpttool.formats.parts import parts_of
-from ckpttool.ops.inspect.listing import Listing, Row
+from ckpttool.ops.inspect.listing import TensorListing, TensorRow
 from ckpttool.storage.listing import list_source
 
 ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
@@ -93,8 +94,43 @@ class Identity:
     components: tuple[str, ...]
     adapter: Lora | None = None
 
+    @property
+    def headline(self) -> str:
+        """``Qwen3-MoE, 12 layers, 8 experts, 1.02 B parameters, BF16, with optimizer state``."""
+        lora = self.adapter
+        parts = [self.family or "Model of no known family"]
+        if lora is not None:
+            parts = [f"{lora.kind} adapter", *([f"rank {lora.rank}"] if lora.rank else [])]
+            parts += [f"alpha {lora.alpha:g}"] if lora.alpha else []
+            parts += [f"for {lora.base or self.family}"] if lora.base or self.family else []
+            parts += ["targets " + ", ".join(lora.targets)] if lora.targets else []
+        elif "model" not in self.components and self.components:
+            parts.append(self.components[0])
+        if self.layers and lora is None:
+            parts.append(count(self.layers, "layer"))
+        if self.experts and lora is None:
+            parts.append(count(self.experts, "expert"))
+        if self.parameters is not None:
+            parts.append(f"{large(self.parameters)} parameter{'s' if self.parameters != 1 else ''}")
+        parts += [self.precision] if self.precision else []
+        beside = [BESIDE[c] for c in self.components[1:] if c in BESIDE]
+        parts += (
+            ["with " + " and ".join([", ".join(beside[:-1]), beside[-1]] if len(beside) > 1 else beside)]
+            if beside
+            else []
+        )
+        return plain(", ".join(parts))
 
-def identify(listing: Listing) -> Identity:
+
+def large(n: int) -> str:
+    """``1.02 B``; numbers below a million as they are."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if n >= unit:
+            return f"{n / unit:.2f} {name}"
+    return f"{n:,}"
+
+
+def identify(listing: TensorListing) -> Identity:
     """What a checkpoint is, whatever was chosen of it."""
     stored, rows = listing.stored, listing.every
     config = stored.config
@@ -133,7 +169,7 @@ def family_name(config: Mapping[str, Any], otherwise: str = "") -> str:
 # -- parameters
 
 
-def parameters(rows: Sequence[Row], config: Mapping[str, Any]) -> Counter[str]:
+def parameters(rows: Sequence[TensorRow], config: Mapping[str, Any]) -> Counter[str]:
     """Parameters by dtype: a tied head once, codes as the weights that they stand for."""
     counted: Counter[tuple[str, tuple[int, ...]]] = Counter(map(itemgetter(1, 2), rows))
     out: Counter[str] = Counter()
@@ -203,7 +239,7 @@ _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm"
 _NAMES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8 (E5M2)", "F8_E4M3FNUZ": "FP8", "F8_E5M2FNUZ": "FP8 (E5M2)"}
 
 
-def _precision(elements: Counter[str], rows: Sequence[Row], config: Mapping[str, Any]) -> str:
+def _precision(elements: Counter[str], rows: Sequence[TensorRow], config: Mapping[str, Any]) -> str:
     """How most parameters are stored."""
     most = max(elements, key=lambda d: (elements[d], d), default="")
     said = quantization(config)
@@ -236,7 +272,7 @@ def _precision(elements: Counter[str], rows: Sequence[Row], config: Mapping[str,
 # -- what names say
 
 
-def _layers(rows: Iterable[Row]) -> int:
+def _layers(rows: Iterable[TensorRow]) -> int:
     """Layers of the tower that has most."""
     towers: dict[str, set[str]] = {}
     for r in rows:
@@ -245,7 +281,7 @@ def _layers(rows: Iterable[Row]) -> int:
     return max(map(len, towers.values()), default=0)
 
 
-def _experts(rows: Iterable[Row]) -> int:
+def _experts(rows: Iterable[TensorRow]) -> int:
     return len({m[1] for r in rows if (m := _EXPERT.search(r.parameter))})
 
 

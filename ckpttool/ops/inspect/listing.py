@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SORTS = ("name", "size", "offset", "file")
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """One tensor of a listing."""
 
     name: str
@@ -81,7 +81,7 @@ class ComponentTotal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TensorChoice:
     """Which tensors to list, and in which order."""
 
     patterns: Sequence[str] = ()
@@ -94,12 +94,12 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Listing:
+class TensorListing:
     """What ``inspect`` knows without reading tensor data."""
 
     path: Place
     stored: StoredCheckpoint
-    rows: list[Row]
+    rows: list[TensorRow]
     """The chosen tensors."""
     tensors: int
     """All tensors, chosen or not."""
@@ -107,7 +107,7 @@ class Listing:
     """Rows are whole tensors; False when no layout rule says how ranks' tensors fit together and each is listed."""
     notes: list[str]
     options: OpenOptions
-    every: Sequence[Row] = ()
+    every: Sequence[TensorRow] = ()
     """All tensors, chosen or not."""
     _checkpoint: Checkpoint | None = None
 
@@ -163,17 +163,17 @@ class Listing:
 
 
 def list_tensors(
-    src: AnyPlace, options: OpenOptions | None = None, choice: Choice | None = None, *, stored_too: bool = True
-) -> Listing:
+    src: AnyPlace, options: OpenOptions | None = None, choice: TensorChoice | None = None, *, stored_too: bool = True
+) -> TensorListing:
     """List a source. Raises what ``open_checkpoint`` raises, and UsageError for a choice that leaves nothing.
 
     With ``stored_too``, ranks whose tensors no rule can put together are listed as they are stored.
     """
-    path, choice, options = parse_place(src), choice or Choice(), options or OpenOptions()
+    path, choice, options = parse_place(src), choice or TensorChoice(), options or OpenOptions()
     stored = read(path, options)
-    listing = Listing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
+    listing = TensorListing(path, stored, [], 0, logical=True, notes=list(stored.notes), options=options)
     if stored.plain and not (options.family or options.replicate or options.split):
-        rows = [Row(t[0], t[1], t[2], _size(t[1], t[2]), t[3], t[4], 1) for t in stored.tensors]
+        rows = [TensorRow(t[0], t[1], t[2], _size(t[1], t[2]), t[3], t[4], 1) for t in stored.tensors]
     else:
         try:
             checkpoint = listing.checkpoint()
@@ -198,18 +198,18 @@ def _size(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes(dtype, prod(shape))
 
 
-def _distinct(tensors: Iterable[StoredTensor]) -> list[Row]:
+def _distinct(tensors: Iterable[StoredTensor]) -> list[TensorRow]:
     """One row for the ranks that store a tensor of one name, dtype and shape."""
     found: dict[tuple[str, str, tuple[int, ...]], list[StoredTensor]] = {}
     for t in tensors:
         found.setdefault((t.name, t.dtype, t.shape), []).append(t)
     return [
-        Row(name, dtype, shape, _size(dtype, shape), same[0].file, same[0].offset, len(same))
+        TensorRow(name, dtype, shape, _size(dtype, shape), same[0].file, same[0].offset, len(same))
         for (name, dtype, shape), same in found.items()
     ]
 
 
-def logical_rows(catalog: Catalog) -> list[Row]:
+def logical_rows(catalog: Catalog) -> list[TensorRow]:
     """A row for each logical tensor."""
     out = []
     known = {f.place: i for i, f in enumerate(source_files(catalog.files))}
@@ -217,7 +217,9 @@ def logical_rows(catalog: Catalog) -> list[Row]:
     for key, t in catalog.tensors.items():
         file, offset = (t.pieces[0].stored.file, t.pieces[0].stored.offset) if t.pieces else (-1, 0)
         place, pieces, derived = places[file], len(t.pieces) + len(t.replicas), is_derived(catalog, key)
-        out.append(Row(str(key), t.dtype, t.shape, t.nbytes, place, offset, pieces, key.component, key.state, derived))
+        out.append(
+            TensorRow(str(key), t.dtype, t.shape, t.nbytes, place, offset, pieces, key.component, key.state, derived)
+        )
     return out
 
 
@@ -238,7 +240,7 @@ def wanted_names(patterns: Sequence[str], names: Mapping[str, str]) -> set[str]:
     return {n for n, parameter in names.items() if n in found or parameter in found}
 
 
-def choose(rows: list[Row], choice: Choice, path: Place = Path()) -> list[Row]:
+def choose(rows: list[TensorRow], choice: TensorChoice, path: Place = Path()) -> list[TensorRow]:
     """Filter and sort. Raises UsageError when a pattern, a component, a dtype or a size matches nothing."""
     if choice.components:
         check_components(choice.components, {r.component for r in rows}, path)
@@ -262,7 +264,7 @@ def choose(rows: list[Row], choice: Choice, path: Place = Path()) -> list[Row]:
     return sort(rows, choice.sort)
 
 
-def sort(rows: list[Row], by: str) -> list[Row]:
+def sort(rows: list[TensorRow], by: str) -> list[TensorRow]:
     """By name (numbers as numbers), size (largest first), place in the files, or file."""
     if by == "name":
         out = [rows[i] for i in natural_order([r.name for r in rows])]
@@ -294,7 +296,7 @@ class FileRow:
     """Bytes of tensors in it."""
 
 
-def file_rows(listing: Listing) -> list[FileRow]:
+def file_rows(listing: TensorListing) -> list[FileRow]:
     """The data files of a source, in reading order."""
     stored, files = listing.stored, listing.files
     out = [FileRow(relative(f.place, stored.root), f.size) for f in files]

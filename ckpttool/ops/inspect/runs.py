@@ -33,7 +33,7 @@ _SIGNAL = re.compile(r"saved_signal_\d{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SavedCheckpoint:
     """A checkpoint of a run."""
 
     name: str
@@ -66,7 +66,7 @@ class RunListing(NamedTuple):
     """What lies in the directory of a run."""
 
     path: Place
-    rows: list[Row]
+    rows: list[SavedCheckpoint]
     """By step; those whose names say none come last."""
     resume: str
     """The checkpoint from which training goes on; "" for none."""
@@ -87,7 +87,7 @@ def list_run(src: AnyPlace, options: OpenOptions) -> RunListing:
             hint="--checkpoints lists those of a run: step-1000, checkpoint-500, iter_0001000, ...",
         )
     rows, notes = [], []
-    alike: dict[object, Row] = {}
+    alike: dict[object, SavedCheckpoint] = {}
     for save in run.saves:
         row = _row(save, options, alike)
         if row is None:
@@ -104,7 +104,7 @@ def is_listed(path: Place) -> bool:
     return is_run(run_at(path))
 
 
-def pick(src: AnyPlace, name: str) -> Place:
+def pick_save(src: AnyPlace, name: str) -> Place:
     """The checkpoint of a run that a name, a step or a path means. Raises UsageError for none."""
     path = parse_place(src)
     inside = path / name
@@ -125,13 +125,26 @@ def pick(src: AnyPlace, name: str) -> Place:
     )
 
 
-def _row(save: RunSave, options: OpenOptions, alike: dict[object, Row]) -> Row | None:
+def sibling(src: AnyPlace, name: AnyPlace) -> Place | None:
+    """The checkpoint of the run that SRC is in that a name or a step means; None where it means another place, or
+    none."""
+    if not isinstance(name, str) or "/" in name or parse_place(name).exists():
+        return None
+    try:
+        return pick_save(parse_place(src).parent, name)
+    except CkptError:
+        return None
+
+
+def _row(save: RunSave, options: OpenOptions, alike: dict[object, SavedCheckpoint]) -> SavedCheckpoint | None:
     """What is known of one; None when it has gone."""
     held = files_in(save.place)
     if not held and not save.place.exists():
         return None
     times = [h.time for h in held if h.time is not None]
-    row = Row(save.name, save.step, sum(h.size for h in held), len(held), max(times, default=None), save.format)
+    row = SavedCheckpoint(
+        save.name, save.step, sum(h.size for h in held), len(held), max(times, default=None), save.format
+    )
     if not held:
         return _without_files(row, save.place)
     key = None if isinstance(save.place, Path) else _form(save, held)
@@ -148,7 +161,7 @@ def _row(save: RunSave, options: OpenOptions, alike: dict[object, Row]) -> Row |
     return row
 
 
-def _without_files(row: Row, place: Place) -> Row:
+def _without_files(row: SavedCheckpoint, place: Place) -> SavedCheckpoint:
     try:
         list(scan(place))
     except OSError as e:
@@ -163,7 +176,7 @@ def _form(save: RunSave, held: Iterable[FileInFolder]) -> object:
     return tuple((h.name.replace(step, "#"), h.size if h.name.endswith(sized) else 0) for h in held)
 
 
-def _opened(row: Row, save: RunSave, options: OpenOptions) -> Row:
+def _opened(row: SavedCheckpoint, save: RunSave, options: OpenOptions) -> SavedCheckpoint:
     try:
         stored = read(save.place, options)
     except _BROKEN as e:
@@ -199,7 +212,7 @@ def _components(stored: StoredCheckpoint) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _with_marks(run: TrainingRun, rows: list[Row]) -> list[Row]:
+def _with_marks(run: TrainingRun, rows: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Steps that lack what their trainer writes last, and what others of the run have, are not complete.
 
     Others than steps may be models alone: the final one, or the one that training began with.
@@ -219,7 +232,7 @@ def _with_marks(run: TrainingRun, rows: list[Row]) -> list[Row]:
     return out
 
 
-def _resume(run: TrainingRun, rows: Sequence[Row]) -> tuple[str, str]:
+def _resume(run: TrainingRun, rows: Sequence[SavedCheckpoint]) -> tuple[str, str]:
     """The checkpoint from which training goes on, and who says so."""
     if run.marked:
         return run.marked, run.pointer
@@ -227,7 +240,7 @@ def _resume(run: TrainingRun, rows: Sequence[Row]) -> tuple[str, str]:
     return (newest[0].name, "the newest that is complete") if newest else ("", "")
 
 
-def _warnings(run: TrainingRun, rows: Sequence[Row], resume: str) -> list[str]:
+def _warnings(run: TrainingRun, rows: Sequence[SavedCheckpoint], resume: str) -> list[str]:
     out = []
     by_name = {r.name: r for r in rows}
     if run.pointer and run.marked not in by_name:

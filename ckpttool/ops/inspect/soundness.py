@@ -21,7 +21,7 @@ _PACKED = ("", "_packed", "_qdata", "_quantized")
 """What follows the name of a weight that is stored packed."""
 
 
-class Named(NamedTuple):
+class NamedShape(NamedTuple):
     """What is known of a tensor without reading it."""
 
     dtype: str
@@ -39,7 +39,7 @@ VocabAxis = Callable[[str, tuple[int, ...]], int]
 
 
 def tensor_findings(
-    tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool, vocab_axis: VocabAxis | None = None
+    tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, complete: bool, vocab_axis: VocabAxis | None = None
 ) -> _Found:
     """All findings. ``complete`` says that no tensor is hidden in a file that could not be read.
 
@@ -53,7 +53,7 @@ def tensor_findings(
         yield from _tie(tensors, config, complete=complete)
 
 
-def scale_pairs(tensors: Mapping[str, Named]) -> dict[str, str]:
+def scale_pairs(tensors: Mapping[str, NamedShape]) -> dict[str, str]:
     """Scale -> weight, by name."""
     out = {}
     for name in tensors:
@@ -65,7 +65,7 @@ def scale_pairs(tensors: Mapping[str, Named]) -> dict[str, str]:
     return out
 
 
-def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
+def _scales(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, complete: bool) -> _Found:
     packing = find_packing(quantization(config), {n: t.dtype for n, t in tensors.items()})
     packed: dict[str, PackedTensor] = {}
     if packing is not None:
@@ -112,7 +112,7 @@ def _scales(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
 
 
 def _grid_problem(
-    scale: str, grid: tuple[int, ...], weight: Named, name: str, block: tuple[int, int] | None
+    scale: str, grid: tuple[int, ...], weight: NamedShape, name: str, block: tuple[int, int] | None
 ) -> str | None:
     """Why a scale grid does not fit its weight, or None."""
     shape = weight.shape
@@ -143,7 +143,7 @@ def _architecture(config: Mapping[str, Any]) -> _Found:
         yield "config-architecture", f"no built-in layout rules are known for {shown}", "", hint
 
 
-def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
+def _layers(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, complete: bool) -> _Found:
     wanted = whole_number(config, *LAYERS)
     if wanted is None:
         return
@@ -166,7 +166,7 @@ def _layers(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete
         yield "config-extra-layers", f"config.json says {wanted} layers; there are tensors of layer {shown}", "", ""
 
 
-def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
+def _vocabulary(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
     wanted = whole_number(config, "vocab_size")
     if wanted is None:
         return
@@ -181,7 +181,7 @@ def _vocabulary(tensors: Mapping[str, Named], config: Mapping[str, Any], vocab_a
                 yield "config-vocab-padding", text, "", "padding, or another model's config.json"
 
 
-def heads(tensors: Mapping[str, Named]) -> tuple[str | None, str | None]:
+def heads(tensors: Mapping[str, NamedShape]) -> tuple[str | None, str | None]:
     """The embedding and the output head, by name."""
     plain = [n for n in tensors if LAYER.search(n) is None]
     embedding = next((n for n in plain if n.endswith(EMBEDDINGS)), None)
@@ -189,7 +189,7 @@ def heads(tensors: Mapping[str, Named]) -> tuple[str | None, str | None]:
     return embedding, head
 
 
-def _tie(tensors: Mapping[str, Named], config: Mapping[str, Any], *, complete: bool) -> _Found:
+def _tie(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, complete: bool) -> _Found:
     tied = ties_head(config)
     embedding, head = heads(tensors)
     if embedding is None:

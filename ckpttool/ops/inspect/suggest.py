@@ -29,7 +29,7 @@ _HEAD = """\
 """
 
 
-class Line(NamedTuple):
+class FamilyLine(NamedTuple):
     """One rule of the file."""
 
     kind: NameTemplate
@@ -123,7 +123,7 @@ def _size_lines(sizes: Mapping[str, str]) -> list[str]:
     return out if sizes else ["sizes: {}", *out[1:]]
 
 
-def _line(kind: NameTemplate, shape: Sequence[int], near: Nearest | None, sizes: Mapping[str, str]) -> Line:
+def _line(kind: NameTemplate, shape: Sequence[int], near: Nearest | None, sizes: Mapping[str, str]) -> FamilyLine:
     rule, doubt = "replicate", ""
     if near and kind in near.rules:
         rule = near.rules[kind][1]
@@ -137,7 +137,7 @@ def _line(kind: NameTemplate, shape: Sequence[int], near: Nearest | None, sizes:
     if unknown := {u for u in unknown if not u.isdigit()}:
         doubt = f"`{rule}` elsewhere, but no field of config.json is known for {some(sorted(unknown), 2)}"
         rule = "replicate"
-    return Line(kind, kind.pattern, rule, doubt)
+    return FamilyLine(kind, kind.pattern, rule, doubt)
 
 
 def _main_stack(names: Iterable[str], near: Nearest | None, config: Mapping[str, Any]) -> str:
@@ -157,9 +157,9 @@ def _numbers(names: Iterable[str]) -> dict[str, set[str]]:
     return out
 
 
-def _sections(lines: Sequence[Line], main: str) -> list[str]:
+def _sections(lines: Sequence[FamilyLine], main: str) -> list[str]:
     """The rules by where they stand: in front of the layers, in them, in other stacks, behind them."""
-    before, behind, stacks = [], [], dict[str, list[Line]]()
+    before, behind, stacks = [], [], dict[str, list[FamilyLine]]()
     for line in lines:
         if line.kind.stack:
             stacks.setdefault(line.kind.stack, []).append(line)
@@ -181,7 +181,7 @@ def _under(key: str, rules: list[str]) -> list[str]:
     return [key, *rules] if rules else [f"{key} {{}}"]
 
 
-def _rules(lines: Sequence[Line], indent: str) -> list[str]:
+def _rules(lines: Sequence[FamilyLine], indent: str) -> list[str]:
     out = []
     for line in lines:
         if line.doubt:
@@ -190,7 +190,7 @@ def _rules(lines: Sequence[Line], indent: str) -> list[str]:
     return out
 
 
-def _full(line: Line) -> str:
+def _full(line: FamilyLine) -> str:
     return f"{line.kind.stack}.{{layer}}.{line.pattern}" if line.kind.stack else line.pattern
 
 

@@ -20,9 +20,9 @@ from ckpttool.execute.compare import BLOCK, catalog_of, read_view, view_reads
 from ckpttool.execute.hashing import ALGORITHM, hasher
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
-from ckpttool.ops.inspect.diff import Found, side
-from ckpttool.ops.inspect.listing import Listing
-from ckpttool.ops.inspect.soundness import Named, heads
+from ckpttool.ops.inspect.diff import ComparedTensor, side
+from ckpttool.ops.inspect.listing import TensorListing
+from ckpttool.ops.inspect.soundness import NamedShape, heads
 from ckpttool.ops.inspect.values import Array, digest
 from ckpttool.planning.relate import DerivedTensor
 from ckpttool.storage.travel import SentFiles
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class TotalDigest:
     """The digest, and what it is of."""
 
     digest: str
@@ -42,7 +42,7 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hashing:
+class _TotalWork:
     """See ``Work``."""
 
     files: SentFiles
@@ -54,7 +54,7 @@ class _Hashing:
         return _digest(catalog_of(self.files), view)
 
 
-def total(listing: Listing, progress: Progress, fleet: Fleet | None = None) -> Total:
+def total(listing: TensorListing, progress: Progress, fleet: Fleet | None = None) -> TotalDigest:
     """Read the components that the listing has chosen. Notes of bringing names to Hugging Face's go to the listing.
 
     Raises LayoutError and UnsupportedError for what cannot be brought to the common names.
@@ -68,13 +68,13 @@ def total(listing: Listing, progress: Progress, fleet: Fleet | None = None) -> T
     progress.start(sum(v.view.nbytes for v in views), len(listing.files))
     digests = {}
     only = [v.view for v in views]
-    work = _Hashing(SentFiles(checkpoint.catalog.files))
+    work = _TotalWork(SentFiles(checkpoint.catalog.files))
     read = each(work, only, lambda v: v.nbytes, fleet)
     for v, d in zip(only, read, strict=True):
         digests[v.name] = d
         progress.advance(v.nbytes)
     progress.finish()
-    kinds = {v.view.name: Named(v.view.dtype, v.view.shape, ()) for v in views}
+    kinds = {v.view.name: NamedShape(v.view.dtype, v.view.shape, ()) for v in views}
     embedding, head = heads({n: k for n, k in kinds.items() if n in found.tables.get("model", {})})
     if embedding and head and (kinds[head], digests[head]) == (kinds[embedding], digests[embedding]):
         del kinds[head]  # tied: some formats store it twice, others once
@@ -83,10 +83,10 @@ def total(listing: Listing, progress: Progress, fleet: Fleet | None = None) -> T
     h = hasher()
     for line in lines:
         h.update(f"{line}\n".encode("utf-8", "surrogatepass"))
-    return Total(f"{ALGORITHM}:{h.hexdigest()}", tuple(lines))
+    return TotalDigest(f"{ALGORITHM}:{h.hexdigest()}", tuple(lines))
 
 
-def _repeats_model(catalog: Catalog, found: Found, model: dict[str, Found]) -> bool:
+def _repeats_model(catalog: Catalog, found: ComparedTensor, model: dict[str, ComparedTensor]) -> bool:
     """Whether it is the master weight of a float32 weight, which some formats store and others do not."""
     if found.component != "master_weights":
         return False

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from ckpttool.core.catalog import in_order
 from ckpttool.core.tensor_names import SLOT, printable, templates
 from ckpttool.core.words import natural, ranges
-from ckpttool.ops.inspect.listing import Row
+from ckpttool.ops.inspect.listing import TensorRow
 
 LEVELS = 100
 """Levels of the tree. What a name has beyond them stands on one line; names that are published have ten."""
 
 
 @dataclass(slots=True)
-class Node:
+class TreeNode:
     """A line of the tree. ``label`` is what it adds to the name of its parent."""
 
     label: str
@@ -35,7 +35,7 @@ class Node:
     shape: tuple[int, ...] = ()
     times: int = 1
     """How often the children stand in the checkpoint: the number of numbers in the label."""
-    children: list[Node] = field(default_factory=list)
+    children: list[TreeNode] = field(default_factory=list)
     mark: str = ""
     """What is to be said of the tensor besides: which states it stands for, or what it is derived from."""
 
@@ -55,16 +55,16 @@ class Summed(NamedTuple):
 DERIVED = "rounded master weight"
 
 
-def by_component(rows: Sequence[Row]) -> dict[str, tuple[str, Sequence[Row | Summed]]]:
+def by_component(rows: Sequence[TensorRow]) -> dict[str, tuple[str, Sequence[TensorRow | Summed]]]:
     """Rows by component, in the order of the components, under the names of their parameters.
 
     The states of an optimizer are one leaf for each parameter. With each component comes the mark that all of its
     leaves have, which then stands on none of them.
     """
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[TensorRow]] = {}
     for r in rows:
         found.setdefault(r[7], []).append(r)
-    out: dict[str, tuple[str, Sequence[Row | Summed]]] = {}
+    out: dict[str, tuple[str, Sequence[TensorRow | Summed]]] = {}
     for component in in_order(found):
         mine = found[component]
         if component == "model" and not any(r[9] for r in mine):
@@ -77,7 +77,7 @@ def by_component(rows: Sequence[Row]) -> dict[str, tuple[str, Sequence[Row | Sum
     return out
 
 
-def _leaves(rows: Sequence[Row]) -> list[Summed]:
+def _leaves(rows: Sequence[TensorRow]) -> list[Summed]:
     """A leaf for each parameter: its dtypes and states, the shape of its largest tensor."""
     out: dict[str, Summed] = {}
     for r in rows:
@@ -146,7 +146,7 @@ _Below = dict[str, dict[tuple[int, ...], list[int]]]
 """Template up to its last slot -> numbers in the slots -> items that stand there."""
 
 
-def collapse(rows: Sequence[Row | Summed]) -> Node:
+def collapse(rows: Sequence[TensorRow | Summed]) -> TreeNode:
     """The tree of all rows; the root has no label."""
     items: dict[_Item, int] = {}
     """Every distinct thing that can stand below a parent, numbered."""
@@ -199,7 +199,7 @@ class _Builder:
     items: list[_Item]
     contents: list[list[int]]
 
-    def node(self, label: str, content: Iterable[int], times: int) -> Node:
+    def node(self, label: str, content: Iterable[int], times: int) -> TreeNode:
         trie = _Trie()
         for number in content:
             item = self.items[number]
@@ -212,19 +212,19 @@ class _Builder:
             at.items.append(item)
         return self._from_trie(label, trie, times)
 
-    def _from_trie(self, label: str, trie: _Trie, times: int) -> Node:
+    def _from_trie(self, label: str, trie: _Trie, times: int) -> TreeNode:
         children = []
         for item in trie.items:
             if isinstance(item, _Leaf):
                 name = _words(item.text)[-1].replace(_DOT, ".")
                 elements = prod(item.shape) if item.elements < 0 else item.elements
-                leaf = Node(name, item.tensors, elements, item.nbytes, item.dtype, item.shape, mark=item.mark)
+                leaf = TreeNode(name, item.tensors, elements, item.nbytes, item.dtype, item.shape, mark=item.mark)
                 children.append(leaf)
             else:
                 braces = "{" + ranges(item.numbers) + "}" if len(item.numbers) > 1 else str(item.numbers[0])
                 children.append(self.node(braces, self.contents[item.content], len(item.numbers)))
         children += [self._from_trie(word, below, 1) for word, below in trie.children.items()]
-        flat: list[Node] = []
+        flat: list[TreeNode] = []
         for child in children:
             if not child.dtype and len(child.children) == 1:
                 # A line with one line below it says nothing by itself.
@@ -243,30 +243,30 @@ class _Builder:
             else:
                 flat.append(child)
         flat.sort(key=lambda n: natural(n.label.replace("{", "")))
-        node = Node(label, times=times, children=flat)
+        node = TreeNode(label, times=times, children=flat)
         node.count = times * sum(c.count for c in flat)
         node.elements = times * sum(c.elements for c in flat)
         node.nbytes = times * sum(c.nbytes for c in flat)
         return node
 
 
-class Line(NamedTuple):
+class TreeLine(NamedTuple):
     """A node where it stands: how deep, with its full name, and over how many numbers."""
 
     depth: int
     name: str
-    node: Node
+    node: TreeNode
     times: int
     """How often the node itself stands in the checkpoint."""
 
 
-def lines(root: Node, depth: int | None = None) -> list[Line]:
+def lines(root: TreeNode, depth: int | None = None) -> list[TreeLine]:
     """The tree from top to bottom; with ``depth`` only so many levels."""
-    out: list[Line] = []
+    out: list[TreeLine] = []
 
-    def walk(node: Node, level: int, name: str, times: int) -> None:
+    def walk(node: TreeNode, level: int, name: str, times: int) -> None:
         full = _join(name, node.label)
-        out.append(Line(level, full, node, times))
+        out.append(TreeLine(level, full, node, times))
         if depth is None or level + 1 < depth:
             for child in node.children:
                 walk(child, level + 1, full, times * node.times)

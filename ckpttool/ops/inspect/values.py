@@ -26,7 +26,7 @@ from ckpttool.execute.hashing import ALGORITHM, hash_range, hasher
 from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.kernels.stats import Binning, Collector, Histogram, Stats, collector
-from ckpttool.ops.inspect.listing import Listing, Row
+from ckpttool.ops.inspect.listing import TensorListing, TensorRow
 from ckpttool.storage.travel import SentFiles
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Values:
     """What was asked about one tensor; None for what was not, and for what its dtype does not have."""
 
-    row: Row
+    row: TensorRow
     stats: Stats | None = None
     histogram: Histogram | None = None
     digest: str | None = None
@@ -51,7 +51,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedValues:
     """What to find out."""
 
     stats: bool = False
@@ -60,7 +60,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """Elements of one tensor."""
 
     name: str
@@ -71,8 +71,14 @@ class Slice:
     """As given, "" for all of it."""
     values: Array
 
+    @property
+    def printable(self) -> Array:
+        """The same values in a dtype that numpy prints by itself."""
+        data = np.asarray(self.values)
+        return data.astype(np.float32) if data.dtype.kind == "V" or data.dtype.name not in np.sctypeDict else data
 
-class _Found(NamedTuple):
+
+class _MeasuredTensor(NamedTuple):
     """What there is to know of one tensor."""
 
     stats: Stats | None = None
@@ -81,20 +87,22 @@ class _Found(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Measuring:
+class _ValuesWork:
     """See ``Work``."""
 
     files: SentFiles
-    wanted: Wanted
+    wanted: WantedValues
 
     def reads(self, tensor: LogicalTensor) -> Reads:
         return tensor_reads(catalog_of(self.files), tensor)
 
-    def do(self, tensor: LogicalTensor) -> _Found:
+    def do(self, tensor: LogicalTensor) -> _MeasuredTensor:
         return _measure_one(catalog_of(self.files), tensor, self.wanted)
 
 
-def measure(listing: Listing, wanted: Wanted, progress: Progress, fleet: Fleet | None = None) -> list[Values]:
+def measure(
+    listing: TensorListing, wanted: WantedValues, progress: Progress, fleet: Fleet | None = None
+) -> list[Values]:
     """Read the listed tensors once (twice for a histogram of wide elements), in order of the listing.
 
     Raises LayoutError when ranks' tensors cannot be put together.
@@ -104,7 +112,7 @@ def measure(listing: Listing, wanted: Wanted, progress: Progress, fleet: Fleet |
     tensors = [named[row.name] for row in listing.rows]
     progress.start(sum(row.nbytes for row in listing.rows), len(listing.files))
     out = []
-    work = _Measuring(SentFiles(catalog.files), wanted)
+    work = _ValuesWork(SentFiles(catalog.files), wanted)
     found = each(work, tensors, lambda t: t.nbytes, fleet)
     for row, values in zip(listing.rows, found, strict=True):
         out.append(Values(row, *values))
@@ -113,11 +121,11 @@ def measure(listing: Listing, wanted: Wanted, progress: Progress, fleet: Fleet |
     return out
 
 
-def _measure_one(catalog: Catalog, tensor: LogicalTensor, wanted: Wanted) -> _Found:
+def _measure_one(catalog: Catalog, tensor: LogicalTensor, wanted: WantedValues) -> _MeasuredTensor:
     """One tensor. Elements smaller than a byte have a checksum where they lie in one run, and no statistics."""
     counted = (wanted.stats or wanted.histogram) and lookup(tensor.dtype).bits >= 8
     if not counted:
-        return _Found(digest=digest(catalog, tensor) if wanted.digest else None)
+        return _MeasuredTensor(digest=digest(catalog, tensor) if wanted.digest else None)
     numbers = collector(tensor.dtype)
     h = hasher() if wanted.digest else None
     for block in read_blocks(catalog, tensor):
@@ -127,7 +135,7 @@ def _measure_one(catalog: Catalog, tensor: LogicalTensor, wanted: Wanted) -> _Fo
     stats = numbers.stats()
     histogram = _histogram(catalog, tensor, numbers, stats) if wanted.histogram else None
     taken = f"{ALGORITHM}:{h.hexdigest()}" if h is not None else None
-    return _Found(stats if wanted.stats else None, histogram, taken)
+    return _MeasuredTensor(stats if wanted.stats else None, histogram, taken)
 
 
 def _histogram(catalog: Catalog, tensor: LogicalTensor, numbers: Collector, stats: Stats) -> Histogram:
@@ -164,7 +172,7 @@ def digest(catalog: Catalog, tensor: LogicalTensor) -> str | None:
 # -- elements
 
 
-def show(listing: Listing, wanted: Sequence[str]) -> list[Slice]:
+def show(listing: TensorListing, wanted: Sequence[str]) -> list[TensorSlice]:
     """The elements that ``NAME`` or ``NAME[index]`` name.
 
     Raises UsageError for an unknown name or index.
@@ -174,7 +182,7 @@ def show(listing: Listing, wanted: Sequence[str]) -> list[Slice]:
     return [_show(catalog, text) for text in wanted]
 
 
-def _show(catalog: Catalog, text: str) -> Slice:
+def _show(catalog: Catalog, text: str) -> TensorSlice:
     tensors = {str(key): t for key, t in catalog.tensors.items()}
     for alias, owner in catalog.aliases.items():
         tensors[str(alias)] = catalog.tensors[Key(owner.name)]
@@ -201,7 +209,7 @@ def _show(catalog: Catalog, text: str) -> Slice:
             f"--show `{text}` is {size:,} bytes, too much to read as text",
             hint=f"give a part of it, for example '{name}[{', '.join([':4'] * len(tensor.shape))}]'",
         )
-    return Slice(name, tensor.dtype, tensor.shape, index, read_tensor(catalog, tensor, box)[picks])
+    return TensorSlice(name, tensor.dtype, tensor.shape, index, read_tensor(catalog, tensor, box)[picks])
 
 
 def parse_index(index: str, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[slice | int, ...]]:

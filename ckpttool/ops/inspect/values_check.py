@@ -32,7 +32,7 @@ from ckpttool.execute.machines.each import each
 from ckpttool.execute.reader import Reads, blocks
 from ckpttool.formats.config import ties_head
 from ckpttool.kernels.stats import TensorHealth
-from ckpttool.ops.inspect.soundness import Named, heads, scale_pairs
+from ckpttool.ops.inspect.soundness import NamedShape, heads, scale_pairs
 from ckpttool.ops.inspect.values import digest, read_blocks
 from ckpttool.planning.relate import DerivedTensor, permute
 from ckpttool.storage.listing import content
@@ -57,7 +57,7 @@ def value_findings(
     """All findings of the chosen components; ``checked`` gets the numbers of what was read."""
     catalog = checkpoint.catalog
     chosen = [t for t in catalog if not only or t.key.component in only]
-    named = {t.key.name: Named(t.dtype, t.shape, ()) for t in chosen if t.key.component == "model"}
+    named = {t.key.name: NamedShape(t.dtype, t.shape, ()) for t in chosen if t.key.component == "model"}
     tensors = {t.key.name: t for t in chosen if t.key.component == "model"}
     pairs = scale_pairs(named)
     scales = [tensors[n] for n in pairs if lookup(tensors[n].dtype).kind in ("float", "scale")]

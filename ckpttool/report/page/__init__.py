@@ -25,8 +25,12 @@ from ckpttool.report.svg import variables
 
 __all__ = ["BEGINS", "SCHEMA", "ReportPage", "render"]
 
-BEGINS = "<!doctype html>"
-"""Every page."""
+BEGINS = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-"""
+"""Every page, and no other software's: what begins so may be replaced."""
 _HERE = Path(__file__).parent
 SCRIPT = ("base", "data", "charts", "treemap", "tensors", "main")
 """The parts of the script, in their order; a new kind of section is a function in one of them and a line in main."""

@@ -1,0 +1,102 @@
+"""``--check``: the problems of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.answers.document import Document, Paragraph, Section
+from ckpttool.answers.fields import pick
+from ckpttool.answers.findings import folded
+from ckpttool.core.words import count
+from ckpttool.errors import UsageError, plain
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, narrows, value
+
+if TYPE_CHECKING:
+    from ckpttool.answers.findings import CheckResult
+
+FORMS = ("sarif", "junit", "gitlab", "github")
+"""Other forms of findings than text and JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckView(View):
+    """Every problem that headers show; with ``values`` those that elements show, too."""
+
+    name = "check"
+    check: bool = flag("--check", "Look for problems, and prove a manifest's checksums; exit 3 on an error.")
+    findings: tuple[str, ...] = value(
+        "--findings",
+        "KIND[=FILE]",
+        "With --check: write the findings as sarif, junit, gitlab (Code Quality) or github (annotations).",
+        tuple,
+        values=FORMS,
+    )
+    values: bool = False
+
+    @property
+    def slow(self) -> bool:
+        return True
+
+    @property
+    def reads_elements(self) -> bool:
+        return self.check
+
+    @property
+    def outside_report(self) -> str:
+        return ""
+
+    def refuse(self, asked: Sequence[View]) -> None:
+        if self.findings and not self.check:
+            raise UsageError("--findings belongs to --check")
+
+    def refuse_filters(self) -> None:
+        if self.choice.components and not self.values:
+            raise UsageError("--only with --check says whose elements --values reads", hint="add --values")
+        if narrows(self.choice):
+            raise UsageError("--check looks at a whole checkpoint or at what it names; filters do not apply")
+
+    def look(self, at: InspectedSource) -> CheckAnswer:
+        from ckpttool.ops.inspect.check import check
+
+        only = tuple(self.choice.components)
+        result = check(at.src, at.options, at.progress, values=self.values, only=only, fleet=at.fleet)
+        return CheckAnswer(result, self.findings)
+
+
+@dataclass(frozen=True)
+class CheckAnswer(ViewAnswer):
+    """Findings, and what was checked."""
+
+    name = "check"
+    result: CheckResult
+    findings: tuple[str, ...] = ()
+    """Other forms to write them in, ``KIND[=FILE]``."""
+
+    @property
+    def ok(self) -> bool:
+        return self.result.ok
+
+    def document(self) -> Document:
+        return Document(self._json, self._sections, self.result.notes, len(self.result.findings))
+
+    def _json(self) -> dict[str, Any]:
+        result = self.result
+        found = {"findings": [pick(f, "id severity where text hint?") for f in result.findings]}
+        head = {"schema": SCHEMA, "view": self.name, "path": str(result.path), **pick(result, "format? ok checked")}
+        return head | found
+
+    def _sections(self) -> Iterator[Section]:
+        result = self.result
+        for f, more in folded(result.findings):
+            also = f" and {more:,} more like it" if more else ""
+            hang = len(f.severity) + 2
+            yield Paragraph(f"{f.severity}: {plain(f.text)} [{f.id}]{also}", quiet=True, wrap=True, hang=hang)
+            if f.where:
+                yield Paragraph(f"  --> {plain(f.where)}", quiet=True)
+            if f.hint:
+                yield Paragraph(f"  hint: {plain(f.hint)}", quiet=True)
+        gap = "\n" if result.findings else ""
+        checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
+        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}", wrap=True)

@@ -1,0 +1,293 @@
+"""``--diff``: how SRC differs from another checkpoint."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from ckpttool.answers.document import BarCell, Document, Message, Paragraph, PerMedium, Section, Table
+from ckpttool.answers.fields import finite, number, pick
+from ckpttool.core.words import count
+from ckpttool.errors import UsageError, plain
+from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, value
+
+if TYPE_CHECKING:
+    from ckpttool.core.files import AnyPlace, DataFile
+    from ckpttool.ops.inspect.diff import DiffResult, Tolerance
+    from ckpttool.ops.inspect.drift import Drifted
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparingView(View):
+    """What a view has that compares SRC with another checkpoint."""
+
+    diff: AnyPlace | None = None
+    second: str = ""
+    """Another checkpoint of the run that SRC is, as ``diff`` is one: by name, step or path."""
+    values: bool = False
+    atol: float | None = None
+    rtol: float | None = None
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """How far elements may differ; None where they are compared bit for bit."""
+        if self.atol is None and self.rtol is None:
+            return None
+        from ckpttool.ops.inspect.diff import Tolerance
+
+        return Tolerance(self.atol or 0.0, self.rtol or 0.0)
+
+    @property
+    def compares_elements(self) -> bool:
+        """Whether elements are compared, too."""
+        return self.diff is not None and (self.values or self.atol is not None or self.rtol is not None)
+
+    def opened(self, src: AnyPlace) -> tuple[AnyPlace, Self]:
+        from ckpttool.ops.inspect.runs import pick_save, sibling
+
+        if not self.second:
+            if self.diff is not None and (meant := sibling(src, self.diff)) is not None:
+                raise UsageError(
+                    "the source does not exist", where=str(self.diff), hint=f"--diff {shlex.quote(str(meant))}"
+                )
+            return src, self
+        first, second = pick_save(src, str(self.diff)), pick_save(src, self.second)
+        if first == second:
+            raise UsageError(f"--diff names one checkpoint twice: {self.diff}", where=str(first))
+        return first, replace(self, diff=second, second="")
+
+    @property
+    def others(self) -> Sequence[AnyPlace]:
+        return () if self.diff is None else (self.diff,)
+
+    def refuse_filters(self) -> None:
+        if self.diff is not None and (self.choice.dtypes or self.choice.min_size):
+            raise UsageError("--dtype and --min-size do not apply to --diff", hint="use --filter")
+
+    def compared(self, at: InspectedSource) -> DiffResult:
+        """SRC and the other checkpoint. Raises what ``diff`` raises."""
+        from ckpttool.ops.inspect.diff import diff
+
+        return diff(
+            at.src,
+            self.others[0],
+            at.options,
+            at.progress,
+            patterns=tuple(self.choice.patterns),
+            values=self.compares_elements,
+            tolerance=self.tolerance,
+            only=tuple(self.choice.components),
+            fleet=at.fleet,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffView(ComparingView):
+    """Names, dtypes and shapes; with ``values`` or a tolerance the elements, too."""
+
+    name = "diff"
+    diff: AnyPlace | None = value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")
+    values: bool = flag("--values", "With --diff and --check: also read the elements.")
+    atol: float | None = value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", float, least=0)
+    rtol: float | None = value("--rtol", "X", "With --diff: tolerance relative to OTHER.", float, least=0)
+    check: bool = False
+
+    @property
+    def label(self) -> str:
+        return "--diff"
+
+    @property
+    def asked(self) -> bool:
+        return self.diff is not None
+
+    @property
+    def slow(self) -> bool:
+        return True
+
+    @property
+    def reads_elements(self) -> bool:
+        return self.compares_elements
+
+    @property
+    def outside_report(self) -> str:
+        return ""
+
+    def refuse(self, asked: Sequence[View]) -> None:
+        if self.second and self.diff is None:
+            raise UsageError(
+                f"unexpected argument `{self.second}`", hint=f"to compare: --diff {shlex.quote(self.second)}"
+            )
+        if self.diff == "":
+            raise UsageError("--diff names no checkpoint", hint="is a variable of the shell not set?")
+        if self.values and not (self.check or self.diff):
+            raise UsageError(
+                "--values belongs to --diff and --check", hint="--stats and --show read values by themselves"
+            )
+        if (self.atol is not None or self.rtol is not None) and self.diff is None:
+            raise UsageError("--atol and --rtol belong to --diff")
+
+    def look(self, at: InspectedSource) -> DiffAnswer:
+        return DiffAnswer(self.compared(at))
+
+
+@dataclass(frozen=True)
+class DiffAnswer(ViewAnswer):
+    """Every difference, and how far both are apart."""
+
+    name = "diff"
+    result: DiffResult
+
+    @property
+    def ok(self) -> bool:
+        return self.result.ok
+
+    @property
+    def files(self) -> Sequence[DataFile]:
+        from ckpttool.core.files import source_files
+
+        return [f for side in (self.result.left, self.result.right) for f in source_files(side.stored.files)]
+
+    def document(self) -> Document:
+        result = self.result
+        entries = len(result.only_left) + len(result.only_right) + len(result.elements)
+        return Document(self._json, self._sections, result.notes, entries)
+
+    def _sections(self) -> Iterator[Section]:
+        """Every difference, on a terminal those of all layers on one line; then the verdict."""
+        yield PerMedium(self._terminal, self._pipe)
+        result = self.result
+        parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
+        parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
+        naming = ", both under Hugging Face names" if result.renamed else ""
+        sides = (("SRC", result.only_left), ("OTHER", result.only_right))
+        alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
+        how = f"{_how(result, values='values')} compared{naming}"
+        compared = f"{count(result.compared, 'tensor')}{parts}"
+        lines = [f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"]
+        if result.ok:
+            more = "" if result.values else "; values not compared (--values)"
+            lines = [f"equal: {compared} by {_how(result)}{naming}{more}"]
+        for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
+            lines += [f"not compared: {', '.join(components)}, only in {side}"] if components else []
+        for line in lines:
+            yield Paragraph(line, quiet=True, loud=result.ok)
+            if not result.ok:  # below a table, which a program may read
+                yield Message(line)
+
+    def _kinds(self) -> list[tuple[str, str, str]]:
+        """Kind, name and description of each difference that is not one of values."""
+        result = self.result
+        out = [("only in SRC", name, "") for name in result.only_left]
+        out += [("only in OTHER", name, "") for name in result.only_right]
+        out += [("shape", m.name, f"{m.left} and {m.right}") for m in result.shapes]
+        return out + [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
+
+    def _pipe(self) -> list[Section]:
+        rows = [(kind, plain(name), what, "", "") for kind, name, what in self._kinds()]
+        for d in self.result.elements:
+            at = ", ".join(map(str, d.first))
+            gap = f", largest difference {d.max_abs:.9g}" if d.max_abs else ""
+            what = f"{d.elements:,} of {d.total:,} elements, first at [{at}]{gap}"
+            rows.append(("values", plain(d.name), what, number(d.relative), number(d.cosine)))
+        columns = 5 if self.result.values else 3
+        header = ("difference", "name", "what", "relative", "cosine")[:columns]
+        return [Table(header, [r[:columns] for r in rows])] if rows else []
+
+    def _terminal(self) -> Iterator[Section]:
+        """Names that differ only in numbers on one line, with the largest relative change and the smallest cosine."""
+        from ckpttool.core.tensor_names import fold
+
+        changed = self.result.elements
+        rows: list[tuple[str | int, ...]] = []
+        alike: dict[tuple[str, str], list[str]] = {}
+        for kind, name, what in self._kinds():
+            alike.setdefault((kind, what), []).append(name)
+        for (kind, what), names in alike.items():
+            rows += [(kind, plain(name), len(places), "", "", what) for name, places in fold(names)]
+        # In the order of the largest in each, which comes first.
+        for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
+            mine = [changed[i] for i in places]
+            cosine = min([d.cosine for d in mine if d.cosine is not None], default=None)
+            what = f"{sum(d.elements for d in mine):,} of {sum(d.total for d in mine):,} elements"
+            angle = "-" if cosine is None else f"{cosine:.6f}"  # with the digits that tell it from 1
+            rows.append(("values", plain(name), len(mine), number(changed[min(places)].relative, 4), angle, what))
+        if rows:
+            header = ("difference", "name", "tensors", "relative", "cosine", "what")
+            keep = range(6) if changed else (0, 1, 2, 5)
+            cells = [[row[i] for i in keep] for row in rows]
+            drop, right = ["what", "tensors", "difference"], (3, 4) if changed else ()
+            yield Table([header[i] for i in keep], cells, names=1, drop=drop, right=right)
+        if (drift := self.result.drift) is not None:
+            of = "" if drift.component == "model" else f" ({drift.component})"
+            for title, found in ((f"layer{of}", drift.layers), (f"module{of}", drift.modules)):
+                yield Paragraph("")
+                yield from _drifted(title, found)
+            yield Paragraph("")
+
+    def _json(self) -> dict[str, Any]:
+        result = self.result
+        opened = {
+            side: {"path": str(source.path), "format": source.format, "mesh": source.mesh.to_json()}
+            for side, source in (("left", result.left), ("right", result.right))
+        }
+        components = "only_left_components=components_left only_right_components=components_right"
+        elements = [
+            {
+                **pick(d, "name different=elements of=total first"),
+                **{name: finite(number) for name, number in pick(d, "max_abs relative cosine").items()},
+            }
+            for d in result.elements
+        ]
+        return {
+            "schema": SCHEMA,
+            "view": self.name,
+            **opened,
+            "equal": result.ok,
+            "values": result.values,
+            "tolerance": None if result.tolerance is None else pick(result.tolerance, "atol rtol"),
+            **pick(result, f"compared changed components=by_component {components} renamed only_left only_right"),
+            "shapes": [pick(m, "name left right") for m in result.shapes],
+            "dtypes": [pick(m, "name left right") for m in result.dtypes],
+            "elements": elements,
+            "notes": result.notes,
+            **({"drift": self._drift()} if result.values else {}),
+        }
+
+    def _drift(self) -> dict[str, Any] | None:
+        """How far layers and modules are apart; None where nothing differs."""
+        drift = self.result.drift
+        if drift is None:
+            return None
+        lists = {"layers": drift.layers, "modules": drift.modules}
+        return {"component": drift.component} | {
+            key: [pick(d, "name tensors changed") | {"relative": finite(d.relative)} for d in found]
+            for key, found in lists.items()
+        }
+
+
+MOST = 16
+"""Layers, or modules, that have a line each; what has changed less is one line more."""
+
+
+def _drifted(title: str, found: Sequence[Drifted]) -> Iterator[Section]:
+    """How far layers or modules are apart, the largest change first."""
+    most = max((d.relative for d in found if d.relative is not None and math.isfinite(d.relative)), default=0.0)
+    rows: list[tuple[str | int | BarCell, ...]] = []
+    for d in found[: MOST if len(found) > MOST + 1 else None]:
+        share = 1.0 if d.relative == math.inf else (d.relative or 0) / most if most else 0.0
+        rows.append((plain(d.name), number(d.relative, 4), BarCell(share), f"{d.changed:,} of {d.tensors:,}"))
+    yield Table((title, "relative", "", "changed"), rows, drop=["changed"], right=(1, 3))
+    if len(rows) < len(found):
+        yield Paragraph(f"and {len(found) - len(rows):,} more, the largest {found[len(rows)].relative or 0:.4g}")
+
+
+def _how(result: DiffResult, values: str = "every element") -> str:
+    """What was compared."""
+    if not result.values:
+        return "names, dtypes, shapes"
+    if result.tolerance is None:
+        return "names, dtypes, shapes" + (f", {values}" if values == "values" else f" and {values}")
+    return f"names and shapes, and {values} within {result.tolerance.atol:g} + {result.tolerance.rtol:g} * |OTHER|"

@@ -1,0 +1,161 @@
+"""``--html``: a report of one checkpoint, with everything in it that is asked for.
+
+The structural check is always part of it, because it reads headers only; elements are read where statistics, values or
+the checksums of a check, or those of a comparison are asked for. What cannot be found out leaves its place empty: a
+broken checkpoint has findings, and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ckpttool.core.words import count, ranges
+from ckpttool.errors import AccessError, CkptError, UsageError
+from ckpttool.ops.inspect.views.base import InspectedSource, ViewAnswer, value
+from ckpttool.ops.inspect.views.diff import ComparingView, DiffAnswer
+
+if TYPE_CHECKING:
+    from ckpttool.answers.document import Document
+    from ckpttool.answers.findings import CheckResult
+    from ckpttool.core.catalog import LogicalTensor
+    from ckpttool.core.files import DataFile, Place
+    from ckpttool.ops.inspect.diff import DiffResult
+    from ckpttool.ops.inspect.holdings import Layout
+    from ckpttool.ops.inspect.listing import Holders, TensorListing
+    from ckpttool.ops.inspect.values import Values
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageView(ComparingView):
+    """What headers show, and the parts that read elements as far as they are asked for."""
+
+    name = "report"
+    html: Path | None = value(
+        "--html", "FILE", "Write a report to FILE: one page, also with --stats, --check and --diff.", Path
+    )
+    stats: bool = False
+    histogram: bool = False
+    check: bool = False
+    """Checksums of a manifest, too; the check of headers is always part of a report."""
+    findings: tuple[str, ...] = ()
+
+    @property
+    def measures(self) -> bool:
+        """Whether it has statistics, and a histogram of each tensor."""
+        return self.stats or self.histogram
+
+    @property
+    def checks_elements(self) -> bool:
+        """Whether the check reads elements, too."""
+        return self.check and self.values
+
+    @property
+    def slow(self) -> bool:
+        return self.measures or self.check or self.diff is not None
+
+    def look(self, at: InspectedSource) -> ReportContents:
+        """What is known of SRC. Raises UsageError and AccessError as the parts do; other errors are in the answer,
+        unless they leave nothing to show.
+        """
+        from ckpttool.ops.inspect.check import check
+        from ckpttool.ops.inspect.holdings import layout_of
+        from ckpttool.ops.inspect.listing import holders_of
+        from ckpttool.storage.place import parse_place
+
+        only, values = tuple(self.choice.components), self.checks_elements
+        found = check(at.src, at.options, at.progress, values=values, only=only, fleet=at.fleet, sums=self.check)
+        out = ReportContents(self, parse_place(at.src), found)
+        out.listing = listing = out.tried(lambda: at.tensors(replace(self.choice, sort="name"), stored_too=True))
+        if listing is None:
+            if found.ok or not found.checked.get("file"):
+                raise out.failures[0]
+            return out
+        if listing.logical and (holders := holders_of(listing.stored)).world > 1:
+            out.holders = _ranks_of_rows(listing, holders)
+            out.layout = out.tried(lambda: layout_of(listing))
+        if self.measures:
+            from ckpttool.ops.inspect.values import WantedValues, measure
+
+            wanted = WantedValues(stats=True, histogram=True)
+            out.values = tuple(out.tried(lambda: measure(listing, wanted, at.progress, at.fleet)) or ())
+        if self.diff is not None:
+            out.diff = out.tried(lambda: self.compared(at))
+        return out
+
+
+@dataclass(slots=True)
+class ReportContents(ViewAnswer):
+    """What is known of a checkpoint; None for what was not asked, and for what could not be found out."""
+
+    name = "report"
+    view: PageView
+    path: Place
+    check: CheckResult
+    listing: TensorListing | None = None
+    layout: Layout | None = None
+    """Which ranks hold what, where there are several."""
+    holders: tuple[str, ...] = ()
+    """For each tensor of the listing, the ranks that hold some of it; () where there is one rank."""
+    values: tuple[Values, ...] = ()
+    """Statistics and histogram of each tensor of the listing; () where they were not asked for."""
+    diff: DiffResult | None = None
+    failures: list[CkptError] = field(default_factory=list)
+    """Why something is not there that was asked for."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was asked, of a check and a comparison, has the answer "yes"."""
+        sound = not self.view.check or self.check.ok
+        return sound and (self.diff is None or self.diff.ok)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        listing, diff = self.listing, self.diff
+        out = [*self.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
+        for where, components in (("here", diff.components_left), ("there", diff.components_right)) if diff else ():
+            if components:
+                out.append(f"not compared: {', '.join(components)}, only {where}")
+        if self.values and (bare := sum(v.stats is None for v in self.values)):
+            have = "has" if bare == 1 else "have"
+            out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
+        return list(dict.fromkeys(out))
+
+    def document(self) -> Document:
+        raise NotImplementedError  # a report has a page instead, which is its JSON
+
+    @property
+    def files(self) -> Sequence[DataFile]:
+        own = self.listing.files if self.listing is not None else []
+        return [*own, *(DiffAnswer(self.diff).files if self.diff is not None else ())]
+
+    def tried(self, part: Callable[[], T]) -> T | None:
+        """A part of it; None, and the reason in ``failures``, where it cannot be found out."""
+        try:
+            return part()
+        except (UsageError, AccessError):
+            raise
+        except CkptError as e:
+            self.failures.append(e)
+            return None
+
+
+def _ranks_of_rows(listing: TensorListing, holders: Holders) -> tuple[str, ...]:
+    tensors = {str(t.key): t for t in listing.checkpoint().catalog}
+    known: dict[frozenset[int], str] = {}
+    out = []
+    for row in listing.rows:
+        ranks = _ranks(tensors[row.name], holders)
+        text = known.get(ranks)
+        if text is None:
+            text = known[ranks] = ranges(sorted(ranks), "-")
+        out.append(text)
+    return tuple(out)
+
+
+def _ranks(tensor: LogicalTensor, holders: Holders) -> frozenset[int]:
+    return frozenset(holders.rank(p.stored) for p in (*tensor.pieces, *tensor.replicas))
