@@ -91,7 +91,7 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile, required: dict[str, tuple
     assert "Apache License" in wheel.read(f"{INFO}/licenses/LICENSE").decode()
     # An upper bound here would make two packages impossible to install together that work together.
     assert all(re.fullmatch(r">=[\d.]+", bound) for bound, _ in required.values()), required
-    assert len([name for name, (_, extra) in required.items() if not extra]) == 10
+    assert len([name for name, (_, extra) in required.items() if not extra]) == 11
 
 
 def test_dependencies_are_what_is_imported(required: dict[str, tuple[str, str]]) -> None:

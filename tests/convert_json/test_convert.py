@@ -463,7 +463,7 @@ def test_a_directory_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     src = write(tmp_path / "src")
     (tmp_path / "dir.safetensors").mkdir()
     for force in (False, True):
-        with pytest.raises(OutputError, match="is to be a file"):
+        with pytest.raises(OutputError, match="must be a file"):
             run(to_safetensors(src, tmp_path / "dir.safetensors"), tmp_path / "dir.safetensors", force=force)
 
 

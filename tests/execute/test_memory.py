@@ -15,7 +15,7 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 from ckpttool.execute import RunOptions, run
-from ckpttool.core.plan import Block, Copy, Output, Plan, Source, Unit
+from ckpttool.core.plan import Block, Copy, Output, Plan, SourceFile, Unit
 
 here, rows, columns = Path(sys.argv[1]), int(sys.argv[2]), 20_000
 (here / "src").mkdir()
@@ -23,7 +23,7 @@ with open(here / "src/s", "wb") as f:
     f.truncate(rows * columns * 2)
     f.write(b"\\x80\\x3f")  # 1.0
 st = (here / "src/s").stat()
-source = Source(str(here / "src/s"), st.st_size, str(st.st_mtime_ns))
+source = SourceFile(str(here / "src/s"), st.st_size, str(st.st_mtime_ns))
 steps = {
     "transpose": Copy(Block(0, 0, (2, 2 * columns)), Block(0, 0, (2 * rows, 2)), (columns, rows), "BF16", "BF16"),
     "cast": Copy(Block(0, 0, (2,)), Block(0, 0, (4,)), (rows * columns,), "BF16", "F32"),

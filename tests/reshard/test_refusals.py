@@ -698,7 +698,7 @@ def test_permissions(tmp_path: Path) -> None:
         src = hf(here)
         (here / "locked").mkdir(0o555)
         for locked, words, code in (
-            (here / "locked", "cannot be written", 1),
+            (here / "locked", "is not writable", 1),
             (src / "model.safetensors", "cannot be read", 1),
             (src, "cannot be listed", 2),
         ):
