@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.errors import CkptError, ConflictError, UsageError
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import Method, MethodParameter
+from ckpttool.kernels.merge.base import Method, Parameter
 from ckpttool.recipe.check import merged
 from ckpttool.recipe.model import ModelRef, Recipe, RecipeSlice, Scalar, Settings, SliceSource
 
@@ -293,7 +293,7 @@ class _Resolver:
         )
 
     def _values(
-        self, schema: Mapping[str, MethodParameter], levels: Sequence[Settings], name: str, t: float, label: str
+        self, schema: Mapping[str, Parameter], levels: Sequence[Settings], name: str, t: float, label: str
     ) -> dict[str, Scalar]:
         """The complete parameters of a tensor: for each, the first level that says something about it."""
         out: dict[str, Scalar] = {}

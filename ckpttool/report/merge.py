@@ -17,7 +17,7 @@ from ckpttool.report import target
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
     from ckpttool.execute import RunOptions
-    from ckpttool.kernels.merge.base import MethodParameter
+    from ckpttool.kernels.merge.base import Parameter
     from ckpttool.ops.merge import MergeResult, PreparedMerge
     from ckpttool.ops.merge.origins import TensorOrigin
 
@@ -26,7 +26,7 @@ _ALIKE, _GROUPS = 2, 12
 """Ways in which tensors come about: from how many on they are told apart, and how many are shown."""
 
 
-def _parameter(name: str, parameter: MethodParameter) -> str:
+def _parameter(name: str, parameter: Parameter) -> str:
     """``density=1``: with its default, where it has one."""
     if parameter.default is None:
         return name

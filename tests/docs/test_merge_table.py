@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import MergeTensor, Method, MethodParameter
+from ckpttool.kernels.merge.base import MergeTensor, Method, Parameter
 from ckpttool.kernels.merge.draws import CounterDraws
 from tests.docs.runner import ROOT
 from tests.merge.driver import ArrayChunk
@@ -31,14 +31,14 @@ def code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|")
 
 
-def value(parameter: MethodParameter) -> str:
+def value(parameter: Parameter) -> str:
     """The default, as recipes write it; nothing where there is none."""
     if parameter.default is None:
         return ""
     return f" {str(parameter.default).lower() if parameter.kind == 'bool' else f'{parameter.default:g}'}"
 
 
-def parameters(schema: Mapping[str, MethodParameter]) -> str:
+def parameters(schema: Mapping[str, Parameter]) -> str:
     return ", ".join(f"`{name}`{value(p)}" for name, p in schema.items())
 
 
@@ -75,7 +75,7 @@ def passes(method: Method) -> int:
     rng = np.random.default_rng(0)
     base, *arrays = (rng.standard_normal(prod(SHAPE)).astype(np.float32) for _ in range(count + 1))
 
-    def complete(schema: Mapping[str, MethodParameter]) -> dict[str, float | int | bool | None]:
+    def complete(schema: Mapping[str, Parameter]) -> dict[str, float | int | bool | None]:
         return {name: GIVEN.get(name, p.default) for name, p in schema.items()}
 
     tensor = MergeTensor(

@@ -114,7 +114,7 @@ class Contributions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodParameter:
+class Parameter:
     """One parameter of a method."""
 
     kind: Literal["float", "int", "bool"]
@@ -136,8 +136,8 @@ class Method:
     formula: str
     """One line, for docs and --help."""
     paper: str = ""
-    per_model: Mapping[str, MethodParameter] = field(default_factory=dict)
-    whole: Mapping[str, MethodParameter] = field(default_factory=dict)
+    per_model: Mapping[str, Parameter] = field(default_factory=dict)
+    whole: Mapping[str, Parameter] = field(default_factory=dict)
     base: Literal["needed", "allowed", "refused"] = "allowed"
     """Whether a base model is subtracted or stands apart from the others."""
     models: tuple[int, int | None] = (1, None)

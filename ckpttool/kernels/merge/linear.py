@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Combine, MergeTensor, Method, MethodParameter, Program
+from ckpttool.kernels.merge.base import Array, Chunk, Combine, MergeTensor, Method, Parameter, Program
 
 
 def total_weight(tensor: MergeTensor, weights: Array) -> np.float32:
@@ -132,8 +132,8 @@ METHODS = {
             linear,
             "sum w_i x_i [/ sum w_i]",
             "https://arxiv.org/abs/2203.05482",
-            per_model={"weight": MethodParameter("float", None, "share of the model")},
-            whole={"normalize": MethodParameter("bool", default=True, help="divide by the sum of the weights")},
+            per_model={"weight": Parameter("float", None, "share of the model")},
+            whole={"normalize": Parameter("bool", default=True, help="divide by the sum of the weights")},
             base="refused",
             one_at_a_time=True,
         ),
@@ -141,7 +141,7 @@ METHODS = {
             "passthrough",
             passthrough,
             "scale x",
-            per_model={"scale": MethodParameter("float", 1.0, "factor of the tensor")},
+            per_model={"scale": Parameter("float", 1.0, "factor of the tensor")},
             base="refused",
             models=(1, 1),
         ),
@@ -150,7 +150,7 @@ METHODS = {
             nearswap,
             "w x + (1 - w) b, w = clamp(t / |b - x|, 0, 1)",
             "https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001",
-            whole={"t": MethodParameter("float", None, "distance up to which the model's element is taken")},
+            whole={"t": Parameter("float", None, "distance up to which the model's element is taken")},
             base="needed",
             models=(1, 1),
         ),
@@ -166,7 +166,7 @@ METHODS = {
             "ema",
             ema,
             "e_0 = x_0, e_i = decay e_(i-1) + (1 - decay) x_i",
-            whole={"decay": MethodParameter("float", None, "share of the average so far, 0 to 1")},
+            whole={"decay": Parameter("float", None, "share of the average so far, 0 to 1")},
             base="refused",
             one_at_a_time=True,
         ),

@@ -21,7 +21,7 @@ from ckpttool.kernels.merge.base import (
     Contributions,
     MergeTensor,
     Method,
-    MethodParameter,
+    Parameter,
     Pass,
     Passes,
     Program,
@@ -267,18 +267,14 @@ def paddle_slerp(tensor: MergeTensor) -> Program:
     return combine
 
 
-_WEIGHT = {"weight": MethodParameter("float", 1.0, "share of the model")}
-_NORMALIZE = {
-    "normalize": MethodParameter("bool", default=True, help="divide by the sum of the weights that take part")
-}
-_COUNT = {"elect_count": MethodParameter("bool", default=False, help="elect signs by number (ties_elect_type count)")}
+_WEIGHT = {"weight": Parameter("float", 1.0, "share of the model")}
+_NORMALIZE = {"normalize": Parameter("bool", default=True, help="divide by the sum of the weights that take part")}
+_COUNT = {"elect_count": Parameter("bool", default=False, help="elect signs by number (ties_elect_type count)")}
 _THIN = {
-    "reserve_p": MethodParameter("float", 0.7, "share of the elements that is kept"),
-    "rescale": MethodParameter("bool", default=True, help="make up for the elements that are dropped"),
+    "reserve_p": Parameter("float", 0.7, "share of the elements that is kept"),
+    "rescale": Parameter("bool", default=True, help="make up for the elements that are dropped"),
 }
-_PRUNE = _THIN | {
-    "epsilon": MethodParameter("float", 0.14, "range of the probabilities, from the largest to the smallest")
-}
+_PRUNE = _THIN | {"epsilon": Parameter("float", 0.14, "range of the probabilities, from the largest to the smallest")}
 
 _PASSES: dict[Thin, Passes] = {
     _trim: lambda whole, _: 2 + int(whole["rescale"]),
@@ -292,7 +288,7 @@ def _method(
     merge: Merge,
     formula: str,
     paper: str,
-    whole: dict[str, MethodParameter],
+    whole: dict[str, Parameter],
     *,
     random: bool = False,
 ) -> Method:
@@ -338,9 +334,9 @@ METHODS = {
             "b + [sin((1-alpha)a) t_1 + sin(alpha a) t_2] / sin(a), a the angle between t_1 and t_2",
             "https://en.wikipedia.org/wiki/Slerp",
             whole={
-                "slerp_alpha": MethodParameter("float", 0.5, "0 is the first model, 1 the second"),
-                "slerp_dot_threshold": MethodParameter("float", 0.9995, "cosine beyond which the way is straight"),
-                "slerp_normalize_eps": MethodParameter("float", 1e-8, "norm up to which a tensor is not normalized"),
+                "slerp_alpha": Parameter("float", 0.5, "0 is the first model, 1 the second"),
+                "slerp_dot_threshold": Parameter("float", 0.9995, "cosine beyond which the way is straight"),
+                "slerp_normalize_eps": Parameter("float", 1e-8, "norm up to which a tensor is not normalized"),
             },
             models=(2, 2),
             passes=one_pass,

@@ -15,7 +15,7 @@ from ckpttool.kernels.merge.base import (
     Contributions,
     MergeTensor,
     Method,
-    MethodParameter,
+    Parameter,
     Pass,
     Program,
     one_pass,
@@ -292,7 +292,7 @@ def ramplus_tl(tensor: MergeTensor) -> Program:
     return _ram(tensor, list((1 + tensor.whole["r"] * np.clip(ratio, 0, tensor.whole["alpha"])).astype(np.float32)))
 
 
-_EPSILON = MethodParameter("float", 1e-5, "a difference up to this is none")
+_EPSILON = Parameter("float", 1e-5, "a difference up to this is none")
 
 METHODS = {
     m.name: m
@@ -303,8 +303,8 @@ METHODS = {
             "b + sum w_i d_i / sum w_i over the d_i of the elected sign, w_i their mean squares",
             "https://arxiv.org/abs/2408.07990",
             whole={
-                "select_topk": MethodParameter("float", 1.0, "share of the elements, by variance, that are merged"),
-                "int8_mask": MethodParameter("bool", default=False, help="no effect: masks are always small"),
+                "select_topk": Parameter("float", 1.0, "share of the elements, by variance, that are merged"),
+                "int8_mask": Parameter("bool", default=False, help="no effect: masks are always small"),
             },
             base="needed",
             parts=_sce_parts,
@@ -336,8 +336,8 @@ METHODS = {
             "ram, with what only model i changes times 1 + r min(alpha, s_i / u_i)",
             "https://arxiv.org/abs/2601.13572",
             whole={
-                "r": MethodParameter("float", 0.1, "strength of the factor"),
-                "alpha": MethodParameter("float", 0.2, "most that s_i / u_i counts"),
+                "r": Parameter("float", 0.1, "strength of the factor"),
+                "alpha": Parameter("float", 0.2, "most that s_i / u_i counts"),
                 "epsilon": _EPSILON,
             },
             base="needed",

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpttool.errors import UsageError
-from ckpttool.kernels.merge.base import Array, Chunk, Contributions, MergeTensor, Method, MethodParameter, Pass, Program
+from ckpttool.kernels.merge.base import Array, Chunk, Contributions, MergeTensor, Method, Parameter, Pass, Program
 from ckpttool.kernels.merge.order import RankQuery, Threshold, cuts
 from ckpttool.kernels.portable import tree_sum
 
@@ -422,28 +422,28 @@ def _factors(tensor: MergeTensor, keeps: Sequence[Keep | None]) -> Generator[Pas
 
 
 _WHOLE = {
-    "normalize": MethodParameter("bool", default=False, help="divide by the sum of the weights"),
-    "lambda": MethodParameter("float", 1.0, "factor of the summed deltas"),
-    "rescale": MethodParameter(
+    "normalize": Parameter("bool", default=False, help="divide by the sum of the weights"),
+    "lambda": Parameter("float", 1.0, "factor of the summed deltas"),
+    "rescale": Parameter(
         "bool", default=False, help="restore the sum of magnitudes that a delta had before it was thinned out"
     ),
-    "int8_mask": MethodParameter(
+    "int8_mask": Parameter(
         "bool", default=False, help="without effect: in mergekit it saves memory, and changes no result"
     ),
 }
 _MODEL = {
-    "weight": MethodParameter("float", None, "factor of the delta"),
-    "density": MethodParameter("float", 1.0, "share of the delta's elements that stay; task_arithmetic keeps them all"),
+    "weight": Parameter("float", None, "factor of the delta"),
+    "density": Parameter("float", 1.0, "share of the delta's elements that stay; task_arithmetic keeps them all"),
 }
-_GAMMA = {"gamma": MethodParameter("float", 0.01, "share of the elements, the largest, that is dropped")}
-_EPSILON = {"epsilon": MethodParameter("float", 0.15, "how far the probability goes up and down from `density`")}
+_GAMMA = {"gamma": Parameter("float", 0.01, "share of the elements, the largest, that is dropped")}
+_EPSILON = {"epsilon": Parameter("float", 0.15, "how far the probability goes up and down from `density`")}
 
 
 def _method(
     program: Callable[[MergeTensor], Program],
     stays: str,
     paper: str,
-    more: Mapping[str, MethodParameter] | None = None,
+    more: Mapping[str, Parameter] | None = None,
     *,
     choose: Callable[[MergeTensor], Keeps] | None = None,
     elect: bool = False,

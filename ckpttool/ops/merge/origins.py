@@ -12,7 +12,7 @@ from ckpttool.core.plan import Compute, Gathered, Operand, Plan
 from ckpttool.core.tensor_names import fold
 from ckpttool.core.words import count
 from ckpttool.kernels.merge import METHODS
-from ckpttool.kernels.merge.base import MethodParameter
+from ckpttool.kernels.merge.base import Parameter
 from ckpttool.recipe.model import ModelRef
 from ckpttool.storage.place import parse_place
 
@@ -125,7 +125,7 @@ def parameters_of(groups: Sequence[TensorOrigin], label: str) -> str:
     return ", ".join(out)
 
 
-def _other(parameters: Parameters, schema: Mapping[str, MethodParameter]) -> tuple[tuple[str, Any], ...]:
+def _other(parameters: Parameters, schema: Mapping[str, Parameter]) -> tuple[tuple[str, Any], ...]:
     """Those that are not what they are by default."""
     return tuple([(n, v) for n, v in parameters if n not in schema or v != schema[n].default])
 
