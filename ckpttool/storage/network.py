@@ -251,12 +251,12 @@ class _CheckedConnection(HTTPConnection):
         self.pace = Pace(self._owner.clock, self._owner.grace)
         return self._owner.connect(self._dns_host, self.port, None if self.proxy else self._allowed)
 
-    def response_class(self, sock: Any, **options: Any) -> Any:
+    def response_class(self, sock: Any, **options: Any) -> Any:  # type: ignore[override]  # it is only called
         return HTTPConnection.response_class(cast("Any", _PacedFile(sock, self.pace)), **options)
 
     def ask(self, method: str, target: str, headers: Mapping[str, str], body: memoryview | None) -> Any:
-        """Python's own answer: the one that urllib3 makes of it copies each byte twice, and costs more than a small one."""
-        pieces = None if body is None else (body[at : at + PIECE] for at in range(0, len(body), PIECE))
+        """Python's own answer: what urllib3 makes of it copies each byte twice, and costs more than a small one."""
+        pieces: Any = None if body is None else (body[at : at + PIECE] for at in range(0, len(body), PIECE))
         self.pace.begin()
         with suppress(BrokenPipeError, ConnectionResetError):  # there may be an answer: it wants no more of the body
             self.request(method, target, pieces, headers)
@@ -421,7 +421,7 @@ class Connections:
                 if host.scheme == "https":
                     options["ssl_context"] = self._tls = self._tls or _tls()
                 manager = PoolManager(**options) if proxy is None else _through(proxy, options)
-                pool = manager.connection_from_host(host.bracketed, host.port, host.scheme)
+                pool: Any = manager.connection_from_host(host.bracketed, host.port, host.scheme)
                 kind: Any = _CheckedTlsConnection if host.scheme == "https" else _CheckedConnection
                 pool.ConnectionCls = partial(kind, owner=self, allowed=key[2])
                 self._pools[key] = pool
