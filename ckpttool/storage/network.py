@@ -257,10 +257,11 @@ class _CheckedConnection(HTTPConnection):
     def ask(self, method: str, target: str, headers: Mapping[str, str], body: memoryview | None) -> Any:
         """Python's own answer: what urllib3 makes of it copies each byte twice, and costs more than a small one."""
         pieces: Any = None if body is None else (body[at : at + PIECE] for at in range(0, len(body), PIECE))
-        self.pace.begin()
+        plain = super(HTTPConnection, self)
         with suppress(BrokenPipeError, ConnectionResetError):  # there may be an answer: it wants no more of the body
-            self.request(method, target, pieces, headers)
-        return super(HTTPConnection, self).getresponse()
+            plain.request(method, target, pieces, headers)
+        self.pace.begin()
+        return plain.getresponse()
 
     @property
     def is_connected(self) -> bool:
