@@ -341,8 +341,9 @@ class Client:
             allowed = self._may_lead(call, named, url)
         for _ in range(MAXREDIRECTS + 1):
             answer = self._send(call, url, headers, allowed)
-            to = answer.headers.get("Location")
-            if answer.status not in REDIRECTS or not call.follow or call.method not in ("GET", "HEAD") or not to:
+            if answer.status not in REDIRECTS or not call.follow or call.method not in ("GET", "HEAD"):
+                return answer
+            if not (to := answer.headers.get("Location")):
                 return answer
             here, url = split(url)[0], _location(url, to)
             allowed = self._may_lead(call, named, url, here)
@@ -454,7 +455,7 @@ def _checked_range(headers: Message, start: int, stop: int, length: int | None) 
     """The size of the file that a 206 is about. Raises ``_OddError`` unless it is about this range."""
     said = headers.get_all("Content-Range") or []
     m = _RANGE.fullmatch(said[0].strip()) if len(said) == 1 else None
-    if not m or headers.get_content_type() == "multipart/byteranges":
+    if not m or headers.get("Content-Type", "").lower().startswith("multipart/byteranges"):
         raise _OddError("does not say which range it sends")
     total = None if m[3] == "*" else int(m[3])
     if (int(m[1]), int(m[2]) + 1) != (start, stop) or (length is not None and length != stop - start):

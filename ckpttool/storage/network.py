@@ -16,15 +16,13 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from socket import getaddrinfo  # urllib3 has no hook between the look-up of a name and the connection to its address
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from urllib3 import HTTPConnectionPool, HTTPResponse, HTTPSConnectionPool, PoolManager, ProxyManager, Timeout
+from urllib3 import HTTPConnectionPool, PoolManager, ProxyManager
 from urllib3.connection import HTTPConnection, HTTPException, HTTPSConnection
-from urllib3.exceptions import HTTPError as PoolError
-from urllib3.exceptions import TimeoutError as PoolTimeoutError
 from urllib3.util import make_headers
 from urllib3.util.connection import create_connection
 
@@ -72,10 +70,6 @@ class UnknownHostError(OSError):
     """No address is known for the name of a host."""
 
 
-class _IdleClosedError(ConnectionError):
-    """A connection was closed while it was idle: the request has reached nobody."""
-
-
 class Host(NamedTuple):
     """Where a connection leads."""
 
@@ -92,6 +86,7 @@ class Host(NamedTuple):
         return f"[{self.name}]" if ":" in self.name else self.name
 
 
+@lru_cache(maxsize=256)
 def split(url: str) -> tuple[Host, str]:
     """The host of a URL, and what of it is sent: path and query. Raises ValueError with a sentence."""
     if _UNSAFE.search(url):
@@ -222,35 +217,25 @@ class Pace:
 
 
 class _PacedFile(io.RawIOBase):
-    """The bytes of an answer as they come."""
+    """The bytes of an answer as they come from a socket, which stays open as long as this does."""
 
-    def __init__(self, raw: io.RawIOBase, pace: Pace) -> None:
-        self._raw, self._pace = raw, pace
+    def __init__(self, sock: Any, pace: Pace) -> None:
+        self._held, self._receive, self._count = sock.makefile("rb", buffering=0), sock.recv_into, pace.count
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
-        n = cast("int | None", self._raw.readinto(buffer))
-        self._pace.count(n or 0)
+    def readinto(self, buffer: Any) -> int:
+        n: int = self._receive(buffer)
+        self._count(n)
         return n
 
     def close(self) -> None:
-        self._raw.close()
+        self._held.close()
         super().close()
-
-
-class _PacedSocket:
-    """A socket, or one with TLS, whose files are paced."""
-
-    def __init__(self, sock: Any, pace: Pace) -> None:
-        self._sock, self._pace = sock, pace
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_PacedFile(self._sock.makefile(mode, buffering=0), self._pace))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
 
 
 class _CheckedConnection(HTTPConnection):
@@ -258,38 +243,32 @@ class _CheckedConnection(HTTPConnection):
 
     def __init__(self, *args: Any, owner: Connections, allowed: Collection[str] | None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._owner, self._allowed, self._answers = owner, allowed, 0
+        self._owner, self._allowed = owner, allowed
         self.pace = Pace(owner.clock, owner.grace)
         owner.add(self)
 
     def _new_conn(self) -> Any:
         self.pace = Pace(self._owner.clock, self._owner.grace)
-        self._answers = 0
-        allowed = None if self.proxy else self._allowed
-        return _PacedSocket(self._owner.connect(self._dns_host, self.port, allowed), self.pace)
+        return self._owner.connect(self._dns_host, self.port, None if self.proxy else self._allowed)
 
-    def connect(self) -> None:
-        super().connect()
-        if not isinstance(self.sock, _PacedSocket):  # with TLS
-            self.sock = cast("Any", _PacedSocket(self.sock, self.pace))
+    def response_class(self, sock: Any, **options: Any) -> Any:  # type: ignore[override]  # it is only called
+        return HTTPConnection.response_class(cast("Any", _PacedFile(sock, self.pace)), **options)
 
-    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 has it
+    def ask(self, method: str, target: str, headers: Mapping[str, str], body: memoryview | None) -> Any:
+        """Python's own answer: what urllib3 makes of it copies each byte twice, and costs more than a small one."""
+        pieces: Any = None if body is None else (body[at : at + PIECE] for at in range(0, len(body), PIECE))
+        plain = super(HTTPConnection, self)
+        with suppress(BrokenPipeError, ConnectionResetError):  # there may be an answer: it wants no more of the body
+            plain.request(method, target, pieces, headers)
         self.pace.begin()
-        try:
-            response = super().getresponse()
-        except ConnectionError as e:
-            if self._answers and not self.pace.is_stopped:
-                raise _IdleClosedError from e
-            raise
-        self._answers += 1
-        return response
+        return plain.getresponse()
 
     @property
     def is_connected(self) -> bool:
         """Whether the next request may use it: nothing waits to be read, neither its end nor bytes nobody asked for."""
         pending = getattr(self.sock, "pending", int)()
         is_old = self._owner.clock.now() - self.pace.at > IDLE_SECONDS
-        return super().is_connected and not (pending or is_old or self.pace.is_stopped)
+        return not (pending or is_old or self.pace.is_stopped) and super().is_connected
 
     def abort(self) -> None:
         """End what another thread does with it."""
@@ -301,14 +280,6 @@ class _CheckedConnection(HTTPConnection):
 
 class _CheckedTlsConnection(_CheckedConnection, HTTPSConnection):
     pass
-
-
-class _CheckedPool(HTTPConnectionPool):
-    ConnectionCls = _CheckedConnection
-
-
-class _CheckedTlsPool(HTTPSConnectionPool):
-    ConnectionCls = _CheckedTlsConnection
 
 
 _clients: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -357,30 +328,30 @@ class Connections:
         proxy = self._proxies[host]
         if proxy and allowed is not None:  # the proxy looks the name up; what this machine knows is all there is
             _check(host.name, self._look_up(host) - {*allowed})
-        pool = self._pool(host, proxy, allowed, keep=repeat)
-        response = None
-        while response is None:
+        pool = self._pool(host, proxy, allowed)
+        is_tunnel = proxy is not None and host.scheme == "https"
+        if proxy and not is_tunnel:
+            target, headers = url, {**headers, **pool.proxy_headers}
+        while True:
+            conn = cast("_CheckedConnection", pool._get_conn())  # noqa: SLF001 - urlopen costs more than the answer
+            if not repeat:
+                conn.close()
+            response, was_used = None, not conn.is_closed
             try:
-                response = pool.urlopen(
-                    method, url if proxy and host.scheme == "http" else target,
-                    None if body is None else _pieces(body), headers, retries=False, redirect=False,
-                    assert_same_host=False, timeout=Timeout(connect=self._timeout, read=self._timeout),
-                    preload_content=False, decode_content=False,
-                )  # fmt: skip
-            except PoolError as e:
-                cause = _cause(e)
-                if m := _TUNNEL.match(str(cause)):
-                    by = pool.proxy.netloc if pool.proxy else ""
-                    what = f"the proxy {by} answers {m[1]} when asked for {host.bracketed}:{host.port}"
-                    raise OSError(what) from None
-                if not (repeat and isinstance(cause, _IdleClosedError)):
-                    raise cause from None
-        # urllib3's own reading copies each byte twice; what it reads from fills the caller's memory.
-        raw = cast("HTTPResponse", response)._original_response  # noqa: SLF001
-        try:
-            yield raw, cast("_CheckedConnection", response.connection).pace
-        finally:
-            response.release_conn() if raw is not None and raw.isclosed() else response.close()
+                try:
+                    if conn.is_closed:
+                        _open(conn, pool, host, is_tunnel=is_tunnel)
+                    response = conn.ask(method, target, headers, body)
+                except ConnectionError:
+                    if not was_used or conn.pace.is_stopped:
+                        raise
+                    continue  # it was closed while it was idle: the request has reached nobody
+                yield response, conn.pace
+                return
+            finally:
+                if response is None or not response.isclosed():
+                    conn.close()
+                pool._put_conn(conn)  # noqa: SLF001
 
     def connect(self, name: str, port: int, allowed: Collection[str] | None) -> Any:
         """A socket that is connected to an address that is allowed. Raises OSError, and AddressError for none."""
@@ -443,24 +414,19 @@ class Connections:
                 os.close(fd)
         self._begin()
 
-    def _pool(
-        self, host: Host, proxy: str | None, allowed: Collection[str] | None, *, keep: bool
-    ) -> HTTPConnectionPool:
+    def _pool(self, host: Host, proxy: str | None, allowed: Collection[str] | None) -> HTTPConnectionPool:
         key = (host, proxy, allowed if allowed is None else frozenset(allowed))
         with self._lock:
-            if keep and key in self._pools:
-                return self._pools[key]
-            options: dict[str, Any] = {"maxsize": MAX_IDLE}
-            if host.scheme == "https":
-                options["ssl_context"] = self._tls = self._tls or _tls()
-            manager = PoolManager(**options) if proxy is None else _through(proxy, options)
-            kinds: dict[str, Any] = {"http": _CheckedPool, "https": _CheckedTlsPool}
-            kinds = {scheme: partial(kind, owner=self, allowed=key[2]) for scheme, kind in kinds.items()}
-            manager.pool_classes_by_scheme = kinds
-            pool = manager.connection_from_host(host.bracketed, host.port, host.scheme)
-            if keep:
+            if key not in self._pools:
+                options: dict[str, Any] = {"maxsize": MAX_IDLE, "timeout": self._timeout}
+                if host.scheme == "https":
+                    options["ssl_context"] = self._tls = self._tls or _tls()
+                manager = PoolManager(**options) if proxy is None else _through(proxy, options)
+                pool: Any = manager.connection_from_host(host.bracketed, host.port, host.scheme)
+                kind: Any = _CheckedTlsConnection if host.scheme == "https" else _CheckedConnection
+                pool.ConnectionCls = partial(kind, owner=self, allowed=key[2])
                 self._pools[key] = pool
-            return pool
+            return self._pools[key]
 
     def _look_up(self, host: Host) -> set[str]:
         try:
@@ -485,18 +451,15 @@ def _addresses(name: str, port: int) -> list[str]:
         raise UnknownHostError from None
 
 
-def _cause(e: BaseException) -> BaseException:
-    """What urllib3's errors were made of."""
-    while inner := getattr(e, "original_error", None) or next((a for a in e.args if isinstance(a, Exception)), None):
-        e = inner
-    if isinstance(e, PoolTimeoutError):
-        return TimeoutError()
-    return HTTPException() if isinstance(e, PoolError) else e
-
-
-def _pieces(body: memoryview) -> Iterator[Any]:
-    for at in range(0, len(body), PIECE):
-        yield body[at : at + PIECE]
+def _open(conn: _CheckedConnection, pool: HTTPConnectionPool, host: Host, *, is_tunnel: bool) -> None:
+    try:
+        pool._prepare_proxy(conn) if is_tunnel else conn.connect()  # noqa: SLF001
+    except OSError as e:
+        if not (m := _TUNNEL.match(str(e))):
+            raise
+        by = pool.proxy.netloc if pool.proxy else ""
+        what = f"the proxy {by} answers {m[1]} when asked for {host.bracketed}:{host.port}"
+        raise OSError(what) from None
 
 
 def _tls() -> ssl.SSLContext:

@@ -52,7 +52,10 @@ class TarPlace(NamedTuple):
     """Its name, with slashes; "" is the tar."""
 
     def __str__(self) -> str:
-        archive = self.archive.absolute() if isinstance(self.archive, Path) else f"/{self.archive}"
+        archive = f"/{self.archive}"
+        if isinstance(self.archive, Path):
+            archive = str(self.archive.absolute())
+            archive = f"//{archive}" if scheme_of(archive[1:]) else archive  # a directory called `s3:`, say
         return f"{SCHEME}:{archive}!" + (f"/{self.at}" if self.at else "")
 
     @property

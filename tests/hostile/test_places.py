@@ -31,6 +31,7 @@ def no_network(*_: object, **__: object) -> None:
 @example("hf://a/b@\ud800")
 @example("s3://bucket/\ud800")
 @example("https://[::1")
+@example("tar:///tar:/tar:")
 def test_a_text_is_a_place_or_an_error(text: str) -> None:
     with patch.object(socket.socket, "connect", no_network), patch("ckpttool.storage.network.getaddrinfo", no_network):
         try:
