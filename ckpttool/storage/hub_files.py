@@ -16,10 +16,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
 from ckpttool.core.files import DataFile
@@ -28,10 +28,7 @@ from ckpttool.errors import AccessError, CkptError, CorruptError
 from ckpttool.storage.http import REDIRECTS, Answer, ChangedError, HttpError, client, shown
 from ckpttool.storage.hub_access import HubRepo, cache_home, endpoint, headers, is_offline, origin
 from ckpttool.storage.hub_cache import COMMIT, CommitFiles, HubCache, HubFileInfo, checked
-from ckpttool.storage.stream import in_memory
-
-if TYPE_CHECKING:
-    from mmap import mmap
+from ckpttool.storage.remote import RangedFile
 
 SMALL, SMALL_LARGE = 16 << 20, 1 << 20
 """Bytes of a file that is fetched whole: of one that git keeps, and of one that it has a pointer of."""
@@ -236,16 +233,16 @@ class HubFile:
         self.hub, self.where = commit.repo.hub, f"{commit}/{path}"
         self.url = f"{self.hub}/{commit.repo.repo}/resolve/{commit.name}/{quote(path)}"
 
-    def open(self, info: DataFile) -> HubReader:
+    def open(self, info: DataFile) -> RangedFile:
         """A reader: of bytes in memory for a small file, which are checked, else of ranges."""
         if self.file.size > (SMALL_LARGE if self.file.large else SMALL):
-            return HubReader(info, self._read)
+            return RangedFile(info, self._read)
         data = memoryview(self._whole())
 
         def copy(at: int, into: memoryview) -> None:
             into[:] = data[at : at + len(into)]
 
-        return HubReader(info, copy)
+        return RangedFile(info, copy)
 
     def _whole(self) -> bytes:
         """All bytes. Raises AccessError, CorruptError."""
@@ -336,31 +333,6 @@ class HubFile:
                 where=[self.where, f"listed: {self.file.size} bytes, {self.file.blob}", f"now: {size} bytes, {blob}"],
                 hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
             )
-
-
-class HubReader(NamedTuple):
-    """A file of the Hub as ``OpenFile``."""
-
-    info: DataFile
-    fill: Callable[[int, memoryview], None]
-    """Puts the bytes from an offset on into memory, all of which are in the file."""
-
-    def pread(self, n: int, at: int) -> bytes:
-        data = bytearray(max(0, min(n, self.info.size - at)))
-        self.read_into(memoryview(data), at)
-        return bytes(data)
-
-    def read_into(self, buffer: memoryview, at: int) -> int:
-        n = max(0, min(len(buffer), self.info.size - at))
-        if n:
-            self.fill(at, buffer[:n])
-        return n
-
-    def map(self) -> mmap:
-        return in_memory(self)
-
-    def close(self) -> None:
-        pass
 
 
 _revisions: dict[tuple[HubRepo, str], HubRevision] = {}
