@@ -97,7 +97,6 @@ STANDS = {"s3": on_s3, "hf": on_the_hub, "http": on_the_web}
 @pytest.fixture
 def court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
-    monkeypatch.setattr(hub_files, "_small", {})
     with hasty(), bare_reads():
         yield tmp_path
 
