@@ -130,7 +130,7 @@ def test_a_commit_is_repeated_or_found(hub: Hub, kind: int | str) -> None:
 
 def test_a_hub_that_fails_gets_no_commit(hub: Hub) -> None:
     hub.fail("POST .*/commit/", 500, times=99)
-    assert "the Hub fails with 500" in refused()
+    assert "the Hub answers 500" in refused()
     assert len(hub.repos["org/new"].commits) == 1
     hub.faults.clear()
     hub.asked.clear()
