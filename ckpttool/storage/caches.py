@@ -1,7 +1,7 @@
 """Two caches for places on other machines: answers that hold for some seconds (listings, signed URLs), and bytes, which
 hold as long as their key names the same bytes.
 
-    listed = TimedCache[WebPlace, dict[str, WebEntry]](30.0)     one for each kind of answer of each storage
+    listed = TimedCache[WebPlace, dict[str, NamedEntry]](30.0)     one for each kind of answer of each storage
     BYTES                                                          the one of this process, for all storages
 
 ``forget`` empties all of them. Safe to use from several threads, and after a fork.

@@ -9,9 +9,8 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from ckpttool.core.files import DataFile, OpenFile
@@ -21,7 +20,8 @@ from ckpttool.storage.hub_cache import HubFileInfo
 from ckpttool.storage.hub_files import HubRevision, forget
 from ckpttool.storage.hub_files import revision as find_revision
 from ckpttool.storage.network import is_signed
-from ckpttool.storage.stream import OnDisk, stream
+from ckpttool.storage.remote import NamedEntry, RemotePlace, parts
+from ckpttool.storage.stream import OnDisk
 
 SCHEME = "hf"
 _REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
@@ -32,7 +32,7 @@ _NOT_MODELS = {"api", "docs", "blog", "papers", "collections", "settings", "orga
 _OTHERS = {"datasets": "a dataset", "spaces": "a Space", "buckets": "a bucket", "kernels": "a kernel"}
 
 
-class HubPlace:
+class HubPlace(RemotePlace):
     """A file or folder of a model repository. Nothing is asked before somebody looks into it."""
 
     __slots__ = ("_revision", "path")
@@ -60,9 +60,6 @@ class HubPlace:
     def __str__(self) -> str:
         return str(self._revision) + (f"/{self.path}" if self.path else "")
 
-    def __repr__(self) -> str:
-        return f"HubPlace({str(self)!r})"
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HubPlace) and self.path == other.path and self._revision == other._revision
 
@@ -77,15 +74,11 @@ class HubPlace:
         return PurePosixPath(self.path or self.repo).name
 
     @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.name).suffix
-
-    @property
     def parent(self) -> HubPlace:
         return HubPlace(self._revision, self.path.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> HubPlace:
-        return HubPlace(self._revision, "/".join([self.path] * bool(self.path) + _parts(name)))
+        return HubPlace(self._revision, "/".join([self.path] * bool(self.path) + parts(name)))
 
     def is_file(self) -> bool:
         return self.path in self._revision.commit.files
@@ -93,20 +86,14 @@ class HubPlace:
     def is_dir(self) -> bool:
         return self.path in self._revision.commit.folders
 
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
-
-    def scan(self) -> Iterator[HubEntry]:
+    def scan(self) -> Iterator[NamedEntry]:
         if not self.is_dir():
-            self._missing()
+            raise self.error(errno.ENOTDIR if self.is_file() else errno.ENOENT)
         for name, is_folder in self._revision.commit.folders[self.path].items():
-            yield HubEntry(name, is_folder)
+            yield NamedEntry(name, is_folder)
 
     def identity(self) -> tuple[int, str]:
         return self._listed()[:2]
-
-    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
-        return stream(self.open_file(), buffering)
 
     def open_file(self) -> OpenFile:
         file = self._listed()
@@ -127,54 +114,36 @@ class HubPlace:
         return self._revision.commit.lost(self.path)
 
     def _listed(self) -> HubFileInfo:
-        found = self._revision.commit.files.get(self.path)
-        return found or self._missing()
-
-    def _missing(self) -> NoReturn:
-        kind = (errno.EISDIR, "Is a directory") if self.is_dir() else (errno.ENOENT, "No such file or directory")
-        if self.is_file():
-            kind = (errno.ENOTDIR, "Not a directory")
-        raise OSError(*kind, str(self))
-
-
-class HubEntry(NamedTuple):
-    """A name in a folder."""
-
-    name: str
-    is_folder: bool
-
-    def is_file(self) -> bool:
-        return not self.is_folder
-
-    def is_dir(self) -> bool:
-        return self.is_folder
+        if not self.is_file():
+            raise self.error(errno.EISDIR if self.is_dir() else errno.ENOENT)
+        return self._revision.commit.files[self.path]
 
 
 def parse(text: str) -> HubPlace:
     """The place that a text names, without a request. Raises UsageError."""
-    parts = _parts(text.removeprefix(f"{SCHEME}:"))
-    if is_signed(text) or (parts and not {"@", ":"}.isdisjoint(parts[0])):
+    names = parts(text.removeprefix(f"{SCHEME}:"))
+    if is_signed(text) or (names and not {"@", ":"}.isdisjoint(names[0])):
         raise UsageError(
             "a login does not belong in an address",
             where="hf://ORG/NAME",
             hint="hf auth login, or set HF_TOKEN; a revision follows the name: hf://ORG/NAME@REVISION",
         )
-    if parts and parts[0] in _OTHERS:
+    if names and names[0] in _OTHERS:
         raise UsageError(
-            f"this is {_OTHERS[parts[0]]} of the Hub, not a model", where=text, hint="models are hf://ORG/NAME"
+            f"this is {_OTHERS[names[0]]} of the Hub, not a model", where=text, hint="models are hf://ORG/NAME"
         )
-    if parts and parts[0] == "models":
-        parts = parts[1:]
-    if len(parts) < 2:
+    if names and names[0] == "models":
+        names = names[1:]
+    if len(names) < 2:
         raise UsageError(
             "a model of the Hub has two names, its owner's and its own",
             where=text,
             hint="hf://ORG/NAME[@REVISION][/FOLDER]; models that once had one name have moved, such as gpt2 to "
             "openai-community/gpt2: their pages say where",
         )
-    name, at, revision = parts[1].partition("@")
-    repo, path = f"{parts[0]}/{name}", "/".join(parts[2:])
-    if not all(_NAME.fullmatch(p) and "--" not in p and ".." not in p for p in (parts[0], name)):
+    name, at, revision = names[1].partition("@")
+    repo, path = f"{names[0]}/{name}", "/".join(names[2:])
+    if not all(_NAME.fullmatch(p) and "--" not in p and ".." not in p for p in (names[0], name)):
         raise UsageError(
             f"{repo} cannot be the name of a model of the Hub",
             where=text,
@@ -200,7 +169,7 @@ def from_page(url: str) -> HubPlace | None:
     hub = endpoint()
     if origin(url)[1:] != origin(hub)[1:] and urlsplit(url).hostname not in _HOSTS:
         return None
-    names = _parts(urlsplit(url).path.removeprefix(urlsplit(hub).path))
+    names = parts(urlsplit(url).path.removeprefix(urlsplit(hub).path))
     if names and names[0] in _OTHERS:
         return parse(f"{SCHEME}://{'/'.join(names)}")
     if len(names) < 2 or names[0] in _NOT_MODELS or "".join(names[2:3]) not in _VIEWS:
@@ -211,7 +180,3 @@ def from_page(url: str) -> HubPlace | None:
         revision, below = "/".join(["refs", *below[:2]]), below[2:]
     shown = revision and (revision if OWN_REF.fullmatch(revision) else quote(revision, safe=""))
     return parse(f"{SCHEME}://{names[0]}/{names[1]}" + "/".join([f"@{shown}" if shown else "", *below]))
-
-
-def _parts(text: str) -> list[str]:
-    return [p for p in text.split("/") if p not in ("", ".")]

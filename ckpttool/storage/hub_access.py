@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -162,11 +162,9 @@ class HubRepo(NamedTuple):
         elif status == 403:
             what = f"the Hub refuses the token{': ' + said if said else ''}"
             hint = "a fine-grained token must be allowed to read the model"
-        elif status == 429:
-            what = f"the Hub allows no more requests for now{_rate(answer.headers)}"
-            hint = "wait, then run it again" + ("" if known else f"; who is logged in may ask more often: {_LOGIN}")
-        elif status >= 500:
-            what, hint = f"the Hub answers {status}", "wait, then run it again"
+        elif may_pass(status):
+            what, hint = passing(status, answer.headers)
+            hint += "" if known or status != 429 else f"; who is logged in may ask more often: {_LOGIN}"
         else:
             return self.not_the_hub(answer, revision)
         return AccessError(what, where=where, hint=hint)
@@ -193,7 +191,18 @@ class HubRepo(NamedTuple):
         return f"it has {some(names)}{slash}"
 
 
-def _rate(headers: Message) -> str:
+def may_pass(status: int) -> bool:
+    """Whether the same request may go better later."""
+    return status == 429 or status >= 500
+
+
+def passing(status: int, headers: Message | Mapping[str, str]) -> tuple[str, str]:
+    """What such an answer means, and a hint."""
+    what = f"the Hub allows no more requests for now{_rate(headers)}" if status == 429 else f"the Hub answers {status}"
+    return what, "wait, then run it again"
+
+
+def _rate(headers: Message | Mapping[str, str]) -> str:
     """``RateLimit: "resolvers";r=0;t=55`` and ``RateLimit-Policy: "fixed window";"resolvers";q=3000;w=300``."""
     left = re.search(r'"(\w+)"\s*;\s*r\s*=\s*\d+\s*;\s*t\s*=\s*(\d{1,6})', headers.get("RateLimit", ""))
     most = re.search(r"q\s*=\s*(\d{1,9}).*?w\s*=\s*(\d{1,6})", headers.get("RateLimit-Policy", ""))

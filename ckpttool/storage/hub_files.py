@@ -2,6 +2,7 @@
 
     GET  /api/models/ORG/NAME/revision/main?blobs=true   the commit and all its files: names, sizes, hashes; not asked
                                                          when the cache has all of it
+    GET  /api/models/ORG/NAME/tree/COMMIT                the files, a thousand an answer; only where they are very many
     GET  /ORG/NAME/resolve/COMMIT/config.json            a small file, once; its hash is checked
     HEAD /ORG/NAME/resolve/COMMIT/model.safetensors      where a large file is: a URL of another host, signed for an
                                                          hour or so, which gets no token and sends ranges
@@ -15,31 +16,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
 from ckpttool.core.files import DataFile
 from ckpttool.core.words import some
 from ckpttool.errors import AccessError, CkptError, CorruptError
+from ckpttool.storage.caches import BYTES
 from ckpttool.storage.http import REDIRECTS, Answer, ChangedError, HttpError, client, shown
 from ckpttool.storage.hub_access import HubRepo, cache_home, endpoint, headers, is_offline, origin
 from ckpttool.storage.hub_cache import COMMIT, CommitFiles, HubCache, HubFileInfo, checked
-from ckpttool.storage.stream import in_memory
-
-if TYPE_CHECKING:
-    from mmap import mmap
+from ckpttool.storage.remote import RangedFile
 
 SMALL, SMALL_LARGE = 16 << 20, 1 << 20
 """Bytes of a file that is fetched whole: of one that git keeps, and of one that it has a pointer of."""
-KEPT = 64 << 20
-"""Bytes of small files that are kept in memory."""
-MAX_FILES = 50_000
-"""A longer list lacks some (``VERY_LARGE_REPO_THRESHOLD`` of huggingface_hub)."""
+MAX_WHOLE = 50_000
+"""Files of a list in one answer; a longer one may lack some (``VERY_LARGE_REPO_THRESHOLD`` of huggingface_hub)."""
+MAX_FILES, MAX_PAGES = 1 << 18, 1000
 MAX_HOPS = 5
+_NEXT = re.compile(r'<[^<>]*[?&]cursor=([^<>&\s]+)[^<>]*>\s*;[^,<]*\brel="?next\b')
 _ABOUT = {".gitattributes", ".gitignore", "README.md"}
 """Files of a repository that say something about it: a checkpoint lacks nothing without them."""
 
@@ -190,24 +190,47 @@ def _ask(repo: HubRepo, revision: str) -> HubCommit:
     commit = _commit(repo, name)
     try:
         entries = found["siblings"]
-        if len(entries) > MAX_FILES:
-            raise CorruptError(
-                f"the repository has {len(entries):,} files, and the Hub lists no more than {MAX_FILES:,} reliably",
-                where=str(commit),
-                hint="download the folder that you need (hf download --include) and give its path",
-            )
-        files = [(str(e["rfilename"]), _listed(e)) for e in entries]
+        if len(entries) < MAX_WHOLE:
+            files = [(str(e["rfilename"]), _listed(e, "blobId", "sha256")) for e in entries]
+        else:
+            files = [(str(e["path"]), _listed(e, "oid", "oid")) for e in _pages(commit) if e["type"] == "file"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CorruptError(f"the Hub's list of files makes no sense: {e}", where=str(commit)) from None
     commit.listing = checked(files, str(commit))
     return commit
 
 
-def _listed(entry: Mapping[str, Any]) -> HubFileInfo:
+def _pages(commit: HubCommit) -> list[Mapping[str, Any]]:
+    """All names in a commit, of which an answer has some. Raises CorruptError for a list without an end.
+
+    The link to the next answer may name any host, which would get the token: only its cursor is used.
+    """
+    repo, entries, cursor = commit.repo, list[Mapping[str, Any]](), ""
+    for _ in range(MAX_PAGES):
+        url = f"{repo.hub}/api/models/{repo.repo}/tree/{commit.name}?recursive=true{cursor}"
+        answer = repo.ask("GET", url, commit.name)
+        try:
+            entries += answer.json()
+        except HttpError:
+            raise repo.not_the_hub(answer, commit.name) from None
+        following = _NEXT.search(", ".join(answer.headers.get_all("Link", [])))
+        if not following:
+            return entries
+        if len(entries) > MAX_FILES:
+            break
+        cursor = f"&cursor={following[1]}"
+    raise CorruptError(
+        f"the repository has more than {min(len(entries), MAX_FILES):,} files",
+        where=str(commit),
+        hint="download the folder that you need (hf download --include) and give its path",
+    )
+
+
+def _listed(entry: Mapping[str, Any], blob: str, sha256: str) -> HubFileInfo:
     """Of a large file the size and hash are under ``lfs``: git's own are those of the pointer."""
     if lfs := entry.get("lfs"):
-        return HubFileInfo.of(lfs["size"], lfs["sha256"], large=True)
-    return HubFileInfo.of(entry["size"], entry["blobId"])
+        return HubFileInfo.of(lfs["size"], lfs[sha256], large=True)
+    return HubFileInfo.of(entry["size"], entry[blob])
 
 
 def _not_here(repo: HubRepo, revision: str) -> AccessError:
@@ -236,22 +259,22 @@ class HubFile:
         self.hub, self.where = commit.repo.hub, f"{commit}/{path}"
         self.url = f"{self.hub}/{commit.repo.repo}/resolve/{commit.name}/{quote(path)}"
 
-    def open(self, info: DataFile) -> HubReader:
+    def open(self, info: DataFile) -> RangedFile:
         """A reader: of bytes in memory for a small file, which are checked, else of ranges."""
         if self.file.size > (SMALL_LARGE if self.file.large else SMALL):
-            return HubReader(info, self._read)
+            return RangedFile(info, self._read)
         data = memoryview(self._whole())
 
         def copy(at: int, into: memoryview) -> None:
             into[:] = data[at : at + len(into)]
 
-        return HubReader(info, copy)
+        return RangedFile(info, copy)
 
     def _whole(self) -> bytes:
         """All bytes. Raises AccessError, CorruptError."""
         key = (*self.commit.repo, self.file.blob)
         with self.lock:
-            if (data := _small.get(key)) is None:
+            if (data := BYTES.get(key)) is None:
                 answer = self._ask("GET", self.url, limit=max(1, self.file.size))
                 data = answer.body
                 if len(data) != self.file.size or _hash(data, self.file) != self.file.blob:
@@ -260,7 +283,7 @@ class HubFile:
                         where=[self.where, shown(answer.url)],
                         hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
                     )
-                _keep(key, data)
+                BYTES.put(key, data)
             return data
 
     def _read(self, start: int, into: memoryview) -> None:
@@ -338,45 +361,10 @@ class HubFile:
             )
 
 
-class HubReader(NamedTuple):
-    """A file of the Hub as ``OpenFile``."""
-
-    info: DataFile
-    fill: Callable[[int, memoryview], None]
-    """Puts the bytes from an offset on into memory, all of which are in the file."""
-
-    def pread(self, n: int, at: int) -> bytes:
-        data = bytearray(max(0, min(n, self.info.size - at)))
-        self.read_into(memoryview(data), at)
-        return bytes(data)
-
-    def read_into(self, buffer: memoryview, at: int) -> int:
-        n = max(0, min(len(buffer), self.info.size - at))
-        if n:
-            self.fill(at, buffer[:n])
-        return n
-
-    def map(self) -> mmap:
-        return in_memory(self)
-
-    def close(self) -> None:
-        pass
-
-
 _revisions: dict[tuple[HubRepo, str], HubRevision] = {}
 _commits: dict[tuple[HubRepo, str], HubCommit] = {}
 _lock = threading.RLock()
 """Held while a repository is listed."""
-_small: dict[tuple[str, ...], bytes] = {}
-"""Small files by repository and hash, the last ones that were fetched."""
-_small_lock = threading.Lock()
-
-
-def _keep(key: tuple[str, ...], data: bytes) -> None:
-    with _small_lock:
-        _small[key] = data
-        while len(_small) > 1 and sum(map(len, _small.values())) > KEPT:
-            del _small[next(iter(_small))]
 
 
 def revision(repo: str, name: str) -> HubRevision:
@@ -400,8 +388,8 @@ def forget(repo: str) -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _small_lock
-    _lock, _small_lock = threading.RLock(), threading.Lock()
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
     for commit in _commits.values():
         for file in commit.opened.values():
             file.lock = threading.Lock()

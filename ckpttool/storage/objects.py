@@ -14,9 +14,8 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from io import BufferedReader
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn, Self
 
 from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import AccessError, CorruptError, UsageError
@@ -25,10 +24,7 @@ from ckpttool.storage.buckets.base import Bucket, ObjectInfo
 from ckpttool.storage.caches import TimedCache
 from ckpttool.storage.http import ChangedError, HttpError, RefusedRedirectError, client
 from ckpttool.storage.network import is_signed
-from ckpttool.storage.stream import in_memory, stream
-
-if TYPE_CHECKING:
-    import mmap
+from ckpttool.storage.remote import NamedEntry, RangedFile, RemotePlace, parts
 
 LISTED_SECONDS = 5.0
 """Seconds that a listing holds: a command looks for a dozen names in one directory."""
@@ -54,20 +50,6 @@ class KeyListing(NamedTuple):
     folders: Collection[str]
     exists: bool
     """Whether any key begins with the prefix; that of an empty folder may be its own."""
-
-
-class ObjectEntry(NamedTuple):
-    """A name in a directory."""
-
-    name: str
-    info: ObjectInfo | None
-    """None for a directory."""
-
-    def is_file(self) -> bool:
-        return self.info is not None
-
-    def is_dir(self) -> bool:
-        return self.info is None
 
 
 def parse(text: str) -> ObjectPlace:
@@ -101,7 +83,8 @@ _LOGIN = {
 }
 
 
-class ObjectPlace(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class ObjectPlace(RemotePlace):
     """An object, or what the keys of several begin with."""
 
     scheme: str
@@ -117,16 +100,11 @@ class ObjectPlace(NamedTuple):
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.name).suffix
-
-    @property
     def parent(self) -> Self:
-        return self._replace(key=self.key.rpartition("/")[0])
+        return replace(self, key=self.key.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> Self:
-        parts = [p for p in name.split("/") if p not in ("", ".")]  # as a Path has it
-        return self._replace(key="/".join([self.key, *parts] if self.key else parts))
+        return replace(self, key="/".join([self.key] * bool(self.key) + parts(name)))
 
     def is_file(self) -> bool:
         if not self.key:
@@ -152,36 +130,25 @@ class ObjectPlace(NamedTuple):
                     return False
             raise
 
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
-
-    def scan(self) -> list[ObjectEntry]:
+    def scan(self) -> list[NamedEntry]:
         listing = self._list()
         if not listing.exists:
-            raise _missing(self)
+            raise self.error(errno.ENOTDIR if self.is_file() else errno.ENOENT)
         _known.update({self / name: info for name, info in listing.files.items()})
-        return [ObjectEntry(n, f) for n, f in listing.files.items()] + [ObjectEntry(n, None) for n in listing.folders]
+        return [*map(NamedEntry, listing.files), *(NamedEntry(n, is_folder=True) for n in listing.folders)]
 
     def identity(self) -> tuple[int, str]:
         # What a listing said is taken once, so whoever asks again hears of a change. A GET has it as its condition.
         return (_known.pop(self) or _bucket(self).head(self.key))[:2]
 
-    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
-        return stream(self.open_file(), buffering)
-
     def open_file(self) -> OpenFile:
         try:
-            return _ObjectFile(DataFile.at(self), self.key, _bucket(self))
+            info = DataFile.at(self)
         except FileNotFoundError:
             if self._list().exists:
-                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(self)) from None
+                raise self.error(errno.EISDIR) from None
             raise
-
-    def on_disk(self) -> tuple[Path, int] | None:
-        return None
-
-    def note(self) -> str:
-        return ""
+        return RangedFile(info, _ObjectRanges(info, self.key, _bucket(self)).fill)
 
     def lost(self) -> str:
         return f"`{_bucket(self).lister.format(self.parent)}` lists what is there"
@@ -276,38 +243,24 @@ def _listings(place: ObjectPlace, *, deep: bool) -> dict[ObjectPlace, KeyListing
     return {at: KeyListing(files, folders.keys(), exists or at != place) for at, (files, folders) in held.items()}
 
 
-def _missing(place: ObjectPlace) -> OSError:
-    if place.is_file():
-        return NotADirectoryError(errno.ENOTDIR, "Not a directory", str(place))
-    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(place))
+class _ObjectRanges(NamedTuple):
+    """The bytes of an object as it was when it was opened."""
 
+    info: DataFile
+    key: str
+    bucket: Bucket
 
-class _ObjectFile:
-    """An object as it was when it was opened. There is nothing to close."""
-
-    __slots__ = ("_bucket", "_key", "info")
-
-    def __init__(self, info: DataFile, key: str, bucket: Bucket) -> None:
-        self.info, self._key, self._bucket = info, key, bucket
-
-    def pread(self, n: int, at: int) -> bytes:
-        data = bytearray(max(0, min(n, self.info.size - at)))
-        return bytes(data) if self.read_into(memoryview(data), at) else b""
-
-    def read_into(self, buffer: memoryview, at: int) -> int:
-        n = min(len(buffer), self.info.size - at)
-        if n <= 0:
-            return 0
+    def fill(self, at: int, into: memoryview) -> None:
+        """Raises AccessError, CorruptError, and what ``Bucket.explain`` raises."""
         try:
-            self._get(buffer[:n], at, renew=False)
+            self._get(at, into, renew=False)
         except HttpError as e:
             if e.status not in _AGAIN:
                 self._explain(e)
             try:
-                self._get(buffer[:n], at, renew=True)
+                self._get(at, into, renew=True)
             except HttpError as again:
                 self._explain(again)
-        return n
 
     def _explain(self, e: HttpError) -> NoReturn:
         if isinstance(e, ChangedError):
@@ -315,19 +268,13 @@ class _ObjectFile:
             raise CorruptError(what, where=str(self.info.place), hint="repeat the command") from None
         if isinstance(e, RefusedRedirectError):
             raise AccessError(str(e.strerror), where=str(self.info.place), hint=e.hint) from None
-        self._bucket.explain(e, self._key)
+        self.bucket.explain(e, self.key)
 
-    def _get(self, into: memoryview, at: int, *, renew: bool) -> None:
-        sent = self._bucket.signed(self._key, self.info.tag, renew=renew)
+    def _get(self, at: int, into: memoryview, *, renew: bool) -> None:
+        sent = self.bucket.signed(self.key, self.info.tag, renew=renew)
         answer = client().get_range(
             sent.url, at, at + len(into), into, headers=sent.headers, if_match=sent.if_match, total=self.info.size
         )
         for name, value in sent.expected.items():
             if answer.headers.get(name, value) != value:
                 raise ChangedError("the object has changed", sent.url, answer)
-
-    def map(self) -> mmap.mmap:
-        return in_memory(self)
-
-    def close(self) -> None:
-        pass

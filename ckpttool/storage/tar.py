@@ -19,15 +19,16 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
 from ckpttool.core.files import DataFile, OpenFile, Place
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import open_file, parse_place, readable, scheme_of
-from ckpttool.storage.stream import OnDisk, in_memory, stream
+from ckpttool.storage.remote import NamedEntry, RemotePlace
+from ckpttool.storage.stream import OnDisk, in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,8 @@ _LINKS = {b"1": "a hard link", b"2": "a symbolic link"}
 _DESCRIPTIONS = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
 
 
-class TarPlace(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class TarPlace(RemotePlace):
     """A file or directory in a tar, here or elsewhere; the tar itself is one, too."""
 
     archive: Place
@@ -63,15 +65,11 @@ class TarPlace(NamedTuple):
         return PurePosixPath(self.at).name or self.archive.name
 
     @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.name).suffix
-
-    @property
     def parent(self) -> Self:
-        return self._replace(at=self.at.rpartition("/")[0])
+        return replace(self, at=self.at.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> Self:
-        return self._replace(at=f"{self.at}/{name}" if self.at else name)
+        return replace(self, at=f"{self.at}/{name}" if self.at else name)
 
     def is_file(self) -> bool:
         return self.archive.is_file() and self.at in self._tar().files
@@ -79,22 +77,16 @@ class TarPlace(NamedTuple):
     def is_dir(self) -> bool:
         return self.archive.is_file() and self.at in self._tar().folders
 
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
-
-    def scan(self) -> Iterator[TarEntry]:
+    def scan(self) -> Iterator[NamedEntry]:
         tar = self._tar(None if self.at else DataFile.at(self.archive))
         if self.at not in tar.folders:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+            raise self.error(errno.ENOENT)
         for name in tar.folders[self.at]:
-            yield TarEntry(name, self / name)
+            yield NamedEntry(name, is_folder=(self / name).at in tar.folders)
 
     def identity(self) -> tuple[int, str]:
         now = DataFile.at(self.archive)
         return self.span(now)[1], now.tag
-
-    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
-        return stream(self.open_file())
 
     def open_file(self) -> OpenFile:
         if not isinstance(self.archive, Path):
@@ -113,18 +105,11 @@ class TarPlace(NamedTuple):
         here = (self.archive, 0) if isinstance(self.archive, Path) else self.archive.on_disk()
         return None if here is None else (here[0], here[1] + self.span()[0])
 
-    def note(self) -> str:
-        return ""
-
-    def lost(self) -> str:
-        return ""
-
     def span(self, now: DataFile | None = None) -> tuple[int, int]:
         """The first byte of a file in the tar, and its bytes. Raises OSError for what is no file."""
         tar = self._tar(now)
         if self.at not in tar.files:
-            kind = (errno.EISDIR, "Is a directory") if self.at in tar.folders else (errno.ENOENT, "No such file")
-            raise OSError(*kind, str(self))
+            raise self.error(errno.EISDIR if self.at in tar.folders else errno.ENOENT)
         return tar.files[self.at]
 
     def _tar(self, now: DataFile | None = None) -> _TarContents:
@@ -139,19 +124,6 @@ class TarPlace(NamedTuple):
 
 _known: dict[Place, DataFile] = {}
 """Tars on other machines as they were when somebody looked: each question would be a request."""
-
-
-class TarEntry(NamedTuple):
-    """A name in a directory of a tar."""
-
-    name: str
-    place: TarPlace
-
-    def is_file(self) -> bool:
-        return self.place.is_file()
-
-    def is_dir(self) -> bool:
-        return self.place.is_dir()
 
 
 def is_tar(place: Place) -> bool:

@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import base64
 import errno
+import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedReader
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
 from ckpttool.core.files import DataFile, OpenFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.storage import hub
 from ckpttool.storage.access import QUERIES, anonymous
+from ckpttool.storage.caches import TimedCache
 from ckpttool.storage.http import Answer, ChangedError, HttpError, NoRangesError, RefusedRedirectError, client, shown
 from ckpttool.storage.json_file import parse_json
 from ckpttool.storage.network import split
 from ckpttool.storage.place import read_all
-from ckpttool.storage.stream import in_memory, stream
-
-if TYPE_CHECKING:
-    from mmap import mmap
+from ckpttool.storage.remote import NamedEntry, RangedFile, RemotePlace, parts
 
 INDEXED = (
     "model.safetensors",
@@ -57,8 +56,6 @@ USUAL = (
 )  # fmt: skip
 MAX_INDEX = 256 << 20
 MAX_NAMES = 1 << 18
-SMALL = 256 << 10
-"""Bytes of a file that is fetched whole, with its first byte."""
 LISTED_SECONDS = 30.0
 """How long what was found says what is there."""
 _PROBES = 8
@@ -83,20 +80,8 @@ class WebFileState(NamedTuple):
         return self.etag or self.modified or ""
 
 
-class WebEntry(NamedTuple):
-    """A name in a directory."""
-
-    name: str
-    is_folder: bool = False
-
-    def is_file(self) -> bool:
-        return not self.is_folder
-
-    def is_dir(self) -> bool:
-        return self.is_folder
-
-
-class WebPlace(NamedTuple):
+@dataclass(frozen=True, slots=True, repr=False)
+class WebPlace(RemotePlace):
     """A file or directory of a web server."""
 
     url: str
@@ -106,31 +91,22 @@ class WebPlace(NamedTuple):
     def __str__(self) -> str:
         return self.url
 
-    def __repr__(self) -> str:
-        return f"WebPlace({self.url!r})"
-
     @property
     def name(self) -> str:
         return unquote(self._path.rpartition("/")[2]) or split(self.url)[0].name
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> WebPlace:
         return _at(self.url.removesuffix(self._path) + self._path.rpartition("/")[0])
 
     def __truediv__(self, name: str, /) -> WebPlace:
-        parts = [quote(p, safe="!$&'()*+,;=:@~") for p in name.split("/") if p not in ("", ".")]  # as a Path has it
-        url = "/".join([self.url, *parts])
-        return self._replace(url=url, query=QUERIES.get(url, self.query))
+        url = "/".join([self.url, *(quote(p, safe="!$&'()*+,;=:@~") for p in parts(name))])
+        return WebPlace(url, QUERIES.get(url, self.query))
 
     def is_file(self) -> bool:
-        above = _recent(self.parent)
-        if above is not None and self.name in above:
-            return not above[self.name].is_folder
-        if _now() - _absent.get(self, -LISTED_SECONDS) < LISTED_SECONDS:
+        if entry := (_listed.get(self.parent) or {}).get(self.name):
+            return entry.is_file()
+        if _absent.get(self):
             return False
         try:
             found = _ask(self)
@@ -140,34 +116,26 @@ class WebPlace(NamedTuple):
                 _explain(self, e)
             found = None
         if found is None:
-            _absent[self] = _now()
+            _absent.put(self, answer=True)
         return found is not None
 
     def is_dir(self) -> bool:
         return bool(self._list())
 
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
-
-    def scan(self) -> Iterable[WebEntry]:
+    def scan(self) -> Iterable[NamedEntry]:
         found = self._list()
         if not found:
-            raise _missing(self)
+            raise self.error(errno.ENOENT)
         return found.values()
 
     def identity(self) -> tuple[int, str]:
         found = _look(self)
         return found.size, found.tag
 
-    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> BufferedReader:
-        return stream(self.open_file(), buffering)
-
     def open_file(self) -> OpenFile:
-        found = _files.get(self) or _look(self)
-        return WebFile(DataFile(self, found.size, found.tag), self)
-
-    def on_disk(self) -> tuple[Path, int] | None:
-        return None
+        found = _seen(self)
+        info = DataFile(self, found.size, found.tag)
+        return RangedFile(info, partial(_fill, info, self))
 
     def note(self) -> str:
         """What else may lie in a directory (an optimizer without an index, say) cannot be known."""
@@ -185,13 +153,13 @@ class WebPlace(NamedTuple):
     def _path(self) -> str:
         return urlsplit(self.url).path
 
-    def _list(self) -> dict[str, WebEntry]:
-        found, above = _recent(self), _recent(self.parent)
+    def _list(self) -> dict[str, NamedEntry]:
+        found, above = _listed.get(self), _listed.get(self.parent)
         if found is None and above and self not in _given:  # formats ask for a dozen names that a directory may have
             found = None if self.name in above and above[self.name].is_folder else {}
         if found is None:
             found = _list(self)
-            _listed[self] = (_now(), found)
+            _listed.put(self, found)
         return found
 
 
@@ -225,87 +193,43 @@ def parse(text: str) -> WebPlace | hub.HubPlace:
     return place
 
 
-class WebFile:
-    """An open file: all bytes are those of ``info``. There is nothing to close."""
-
-    __slots__ = ("_place", "_whole", "info")
-
-    def __init__(self, info: DataFile, place: WebPlace) -> None:
-        self.info, self._place = info, place
-        self._whole: bytes | None = None
-
-    def pread(self, n: int, at: int) -> bytes:
-        data = bytearray(max(0, min(n, self.info.size - at)))
-        self.read_into(memoryview(data), at)
-        return bytes(data)
-
-    def read_into(self, buffer: memoryview, at: int) -> int:
-        n = min(len(buffer), self.info.size - at)
-        if n <= 0:
-            return 0
-        if self.info.size > SMALL:
-            self._get(buffer[:n], at)
-            return n
-        if self._whole is None:
-            whole = bytearray(self.info.size)
-            self._get(memoryview(whole), 0)
-            self._whole = bytes(whole)
-        buffer[:n] = self._whole[at : at + n]
-        return n
-
-    def map(self) -> mmap:
-        return in_memory(self)
-
-    def close(self) -> None:
-        pass
-
-    def _get(self, into: memoryview, at: int) -> None:
-        """Raises AccessError, CorruptError, UnsupportedError, and FileNotFoundError."""
-        url = _sent(self._place)
-        location = _files[self._place].location if self._place in _files else url
+def _fill(info: DataFile, place: WebPlace, at: int, into: memoryview) -> None:
+    """Read a range of a file. Raises AccessError, CorruptError, UnsupportedError, and FileNotFoundError."""
+    url, found = _sent(place), _files.get(place)
+    location = found.location if found else url
+    try:
         try:
-            try:
-                self._range(location, into, at)
-            except HttpError as e:
-                if e.status not in _MOVED or location == url:
-                    raise
-                self._range(_look(self._place).location, into, at)
+            _range(info, url, location, at, into)
         except HttpError as e:
-            _explain(self._place, e)
-
-    def _range(self, location: str, into: memoryview, at: int) -> None:
-        url, tag = _sent(self._place), self.info.tag
-        is_etag = tag.startswith(('"', "W/"))
-        client().get_range(
-            location,
-            at,
-            at + len(into),
-            into,
-            headers=_login(location, url),
-            if_match=tag if is_etag else None,
-            modified=tag if tag and not is_etag else None,
-            total=self.info.size,
-            origin=None if location == url else url,
-        )
+            if e.status not in _MOVED or location == url:
+                raise
+            _range(info, url, _look(place).location, at, into)
+    except HttpError as e:
+        _explain(place, e)
 
 
-_files: dict[WebPlace, WebFileState] = {}
+def _range(info: DataFile, url: str, location: str, at: int, into: memoryview) -> None:
+    is_etag = info.tag.startswith(('"', "W/"))
+    client().get_range(
+        location,
+        at,
+        at + len(into),
+        into,
+        headers=_login(location, url),
+        if_match=info.tag if is_etag else None,
+        modified=info.tag if info.tag and not is_etag else None,
+        total=info.size,
+        origin=None if location == url else url,
+    )
+
+
+_files: TimedCache[WebPlace, WebFileState] = TimedCache(math.inf, 1 << 20)
 """Files as they were when somebody looked last."""
 _given: set[WebPlace] = set()
 """What users named."""
-_absent: dict[WebPlace, float] = {}
-_listed: dict[WebPlace, tuple[float, dict[str, WebEntry]]] = {}
-_refused: dict[WebPlace, str] = {}
-
-
-def forget() -> None:
-    """Forget what was there: servers of tests come and go."""
-    for known in (_files, _absent, _listed, _refused):
-        known.clear()
-
-
-def _now() -> float:
-    return time.monotonic()
+_absent: TimedCache[WebPlace, bool] = TimedCache(LISTED_SECONDS)
+_listed: TimedCache[WebPlace, dict[str, NamedEntry]] = TimedCache(LISTED_SECONDS)
+_refused: TimedCache[WebPlace, str] = TimedCache(math.inf)
 
 
 def _at(url: str) -> WebPlace:
@@ -318,11 +242,6 @@ def _at(url: str) -> WebPlace:
     return WebPlace(url, QUERIES.get(at, ""))
 
 
-def _recent(place: WebPlace) -> dict[str, WebEntry] | None:
-    at, found = _listed.get(place, (0.0, None))
-    return found if found is not None and _now() - at < LISTED_SECONDS else None
-
-
 def _sent(place: WebPlace) -> str:
     return place.url + (f"?{place.query}" if place.query else "")
 
@@ -330,9 +249,14 @@ def _sent(place: WebPlace) -> str:
 def _look(place: WebPlace) -> WebFileState:
     """A file as it is now. Raises FileNotFoundError, AccessError, UnsupportedError."""
     try:
-        return _ask(place) or _raise(_missing(place))
+        return _ask(place) or _raise(place.error(errno.ENOENT))
     except HttpError as e:
         _explain(place, e)
+
+
+def _seen(place: WebPlace) -> WebFileState:
+    """A file as it was when somebody looked last; as it is now where nobody did. Raises as ``_look`` does."""
+    return _files.get(place) or _look(place)
 
 
 def _ask(place: WebPlace) -> WebFileState | None:
@@ -351,7 +275,7 @@ def _ask(place: WebPlace) -> WebFileState | None:
     if not _is_data(place, answer):
         return None
     found = WebFileState(answer.total, answer.headers.get("ETag"), answer.headers.get("Last-Modified"), answer.url)
-    _files[place] = found
+    _files.put(place, found)
     return found
 
 
@@ -370,18 +294,18 @@ def _is_data(place: WebPlace, answer: Answer) -> bool:
     return answer.headers.get_content_type() not in ("text/html", "application/xhtml+xml") or ".htm" in place.suffix
 
 
-def _list(place: WebPlace) -> dict[str, WebEntry]:
+def _list(place: WebPlace) -> dict[str, NamedEntry]:
     """What is found in a directory; {} where nothing is. Raises AccessError."""
     indexes = [f"{n}.index.json" for n in INDEXED] + [PIPELINE]
     names = [*indexes, *INDEXED, *USUAL]
     with ThreadPoolExecutor(_PROBES) as pool:
         try:
-            found = {n: WebEntry(n) for n, there in zip(names, pool.map(_prober(place), names), strict=True) if there}
+            found = {n: NamedEntry(n) for n, there in zip(names, pool.map(_prober(place), names), strict=True) if there}
         except KeyboardInterrupt:
             client().stop()
             raise
     for index in [n for n in indexes if n in found]:
-        if (size := _files[place / index].size) > MAX_INDEX:
+        if (size := _seen(place / index).size) > MAX_INDEX:
             raise UnsupportedError(f"an index of {size:,} bytes is too large", where=str(place / index))
         try:
             data = parse_json(read_all(place / index), MAX_INDEX)
@@ -389,7 +313,7 @@ def _list(place: WebPlace) -> dict[str, WebEntry]:
             continue  # whoever reads it says what is wrong
         named = data.get("weight_map") if isinstance(data, dict) and index != PIPELINE else None
         if isinstance(named, dict):
-            found |= {n: WebEntry(n) for n in _plain(named.values())}
+            found |= {n: NamedEntry(n) for n in _plain(named.values())}
         elif isinstance(data, dict) and index != PIPELINE and "weight_map" not in data:
             raise UnsupportedError(
                 "this index names no files, and the web has no listings: what belongs to it cannot be found",
@@ -398,7 +322,7 @@ def _list(place: WebPlace) -> dict[str, WebEntry]:
             )
         elif isinstance(data, dict) and index == PIPELINE:
             parts = [k for k, v in data.items() if isinstance(v, list) and any(v)]
-            found |= {n: WebEntry(n, is_folder=True) for n in _plain(parts) if n not in found}
+            found |= {n: NamedEntry(n, is_folder=True) for n in _plain(parts) if n not in found}
     return found
 
 
@@ -420,11 +344,11 @@ def _prober(place: WebPlace) -> Callable[[str], bool]:
         try:
             return _ask(place / name) is not None
         except RefusedRedirectError as e:
-            _refused[place] = f"{e.strerror}; {e.hint}"
+            _refused.put(place, f"{e.strerror}; {e.hint}")
             return False
         except HttpError as e:
             if e.status in _NO_ENTRY:  # S3 says so of what is not there to those who may not list
-                _refused[place] = f"{e.strerror}; {_LOG_IN}"
+                _refused.put(place, f"{e.strerror}; {_LOG_IN}")
             elif e.status not in _NOT_THERE:
                 failed.set()
                 _explain(place / name, e)
@@ -438,7 +362,7 @@ def _prober(place: WebPlace) -> Callable[[str], bool]:
 def _explain(place: WebPlace, e: HttpError) -> NoReturn:
     """Raise what an answer, or none, means."""
     if e.status in _NOT_THERE:
-        raise _missing(place) from None
+        raise place.error(errno.ENOENT) from None
     if isinstance(e, ChangedError):
         what = e.strerror or "the file has changed"
         raise CorruptError(what, where=str(place), hint="repeat the command") from None
@@ -459,10 +383,6 @@ _DOWNLOAD = "download the file and give its path"
 
 def _raise(e: OSError) -> NoReturn:
     raise e
-
-
-def _missing(place: WebPlace) -> OSError:
-    return FileNotFoundError(errno.ENOENT, "No such file or directory", str(place))
 
 
 def _login(url: str, named: str) -> Mapping[str, str]:

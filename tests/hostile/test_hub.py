@@ -208,7 +208,6 @@ LIES: dict[str, Lie] = {
 def _ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges are read of small weights, too, and nothing is known from another test."""
     monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
-    monkeypatch.setattr(hub_files, "_small", {})
 
 
 @pytest.fixture

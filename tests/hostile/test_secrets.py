@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, quote
 
 import pytest
 
-from ckpttool.storage import hub_files, objects, web
+from ckpttool.storage import caches, hub_files, objects
 from tests.helpers.bare_reads import bare_reads
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.hub_server import hub_server
@@ -81,14 +81,14 @@ def on_the_hub(model: Path, home: Path) -> Iterator[Stand]:
 @contextmanager
 def on_the_web(model: Path, _: Path) -> Iterator[Stand]:
     with web_server({f"model/{p.name}": p.read_bytes() for p in model.iterdir()}) as server:
-        web.forget()
+        caches.forget()
         yield Stand(
             f"{server.url}/model?X-Amz-Signature=geheimgeheimgeheimgeheim&sig=geheim",
             "",
             lambda: {"geheimgeheimgeheimgeheim"},
             server.files.clear,
         )
-        web.forget()
+        caches.forget()
 
 
 STANDS = {"s3": on_s3, "hf": on_the_hub, "http": on_the_web}
@@ -97,7 +97,6 @@ STANDS = {"s3": on_s3, "hf": on_the_hub, "http": on_the_web}
 @pytest.fixture
 def court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(hub_files, "SMALL_LARGE", 0)
-    monkeypatch.setattr(hub_files, "_small", {})
     with hasty(), bare_reads():
         yield tmp_path
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.storage import web
+from ckpttool.storage import caches
 from ckpttool.storage.http import Client, HttpError, using
 from ckpttool.storage.place import open_file, parse_place
 from tests.helpers.web_server import WebServer, web_server
@@ -73,7 +73,7 @@ def reads(server: WebServer, seed: int, rate: float, *, v6: bool = False) -> tup
             began = time.monotonic()
             try:
                 if i % 2:
-                    web.forget()
+                    caches.forget()
                     with using(client), open_file(parse_place(url)) as file:
                         got = file.pread(stop - start, start)
                 else:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import pytest
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CkptError, CorruptError, UsageError
-from ckpttool.storage import hub_files
+from ckpttool.storage import caches, hub_files
+from ckpttool.storage.caches import BYTES
 from ckpttool.storage.http import Client, Clock, using
 from ckpttool.storage.hub import HubPlace, from_page, parse
 from ckpttool.storage.hub_files import _listed
-from ckpttool.storage.place import parse_place, read_all
+from ckpttool.storage.place import parse_place, read_all, walk
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.hub_cache import fill
 from tests.helpers.hub_server import Hub, hub_server
@@ -174,15 +176,36 @@ def test_folders(hub: Hub) -> None:
         list((root / "x").scan())
 
 
-def test_a_repository_of_many_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request; where the Hub would leave some of them out, an error."""
+def test_a_repository_of_many_files(hub: Hub) -> None:
     hub.add("org/many", {f"{i % 7}/{i:05}.json": b"" for i in range(2500)})
     assert len(list(place("hf://org/many").scan())) == 7
     assert requests(hub) == ["hub GET /api/models/org/many/revision/main"]
-    monkeypatch.setattr(hub_files, "MAX_FILES", 2)
-    hub.add("org/more", {f"{i}": b"" for i in range(3)})
-    with pytest.raises(CorruptError, match="has 3 files, and the Hub lists no more than 2"):
-        place("hf://org/more").exists()
+
+
+def test_more_files_than_one_answer_lists(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is paged. A next page on another host gets no token: it is asked of the Hub."""
+    monkeypatch.setattr(hub_files, "MAX_WHOLE", 5)
+    hub.page = 4
+    files = {f"{i % 2}/{i}.json": b"%d" % i for i in range(11)} | {"a.safetensors": bytes(2000)}
+    hub.add("org/more", files)
+    hub.endpoint, asked = hub.cdn, hub.endpoint  # the host of the next page
+    src = place("hf://org/more")
+    assert sorted(walk(src)) == sorted(files)
+    hub.endpoint = asked
+    (blobs,) = hub.repos["org/more"].commits.values()
+    for name, blob in blobs.items():
+        assert (src / name).identity() == (blob.size, blob.sha256 if blob.lfs else blob.oid)
+    assert (
+        requests(hub)
+        == ["hub GET /api/models/org/more/revision/main"] + ["hub GET /api/models/org/more/tree/COMMIT"] * 4
+    )
+    for name, value in (("MAX_FILES", 7), ("MAX_PAGES", 2)):
+        hub.add("org/more", files | {name: b""})
+        with monkeypatch.context() as patch:
+            patch.setattr(hub_files, name, value)
+            hub_files.forget("org/more")
+            with pytest.raises(CorruptError, match=r"has more than [78] files"):
+                place("hf://org/more").exists()
 
 
 def test_threads_share_a_resolve(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,12 +261,13 @@ def test_locks_of_threads_that_a_fork_left_behind() -> None:
     commit = src._revision.commit
     held: list[Any] = [
         hub_files._lock,
-        hub_files._small_lock,
+        BYTES._lock,
         commit.stored(WEIGHTS).lock,
     ]
     with ThreadPoolExecutor(1) as other:
         for lock in held:
             other.submit(lock.acquire).result()
+    caches._after_fork()
     hub_files._after_fork()
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append(read_all(place(str(src)))), daemon=True)
@@ -565,10 +589,11 @@ def test_what_is_not_the_hub(hub: Hub, tmp_path: Path) -> None:
 def test_files_as_listings_have_them() -> None:
     """Of a pointer git's size and hash are said too: they do not count."""
     git, sha = "1" * 40, "2" * 64
+    listed = partial(_listed, blob="blobId", sha256="sha256")
     plain: dict[str, Any] = {"rfilename": "a", "size": 7, "blobId": git}
-    assert _listed(plain) == _listed(plain | {"lfs": None}) == (7, git, False)
+    assert listed(plain) == listed(plain | {"lfs": None}) == (7, git, False)
     pointer = {"size": 900, "sha256": sha, "pointerSize": 134}
-    assert _listed(plain | {"size": 134, "lfs": pointer}) == (900, sha, True)
+    assert listed(plain | {"size": 134, "lfs": pointer}) == (900, sha, True)
     for wrong in (
         {"size": -1},
         {"size": "7"},
@@ -579,9 +604,9 @@ def test_files_as_listings_have_them() -> None:
         {"blobId": 7},
     ):
         with pytest.raises(ValueError, match="is not a"):
-            _listed(plain | wrong)
+            listed(plain | wrong)
     with pytest.raises(ValueError, match="is not a hash"):
-        _listed(plain | {"lfs": pointer | {"sha256": git}})
+        listed(plain | {"lfs": pointer | {"sha256": git}})
 
 
 # -- a Hub that lies

@@ -16,7 +16,6 @@ import yaml
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.execute import workforce
 from ckpttool.recipe.model import ModelRef, reference
-from ckpttool.storage import hub_files
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_cache import fill
 from tests.helpers.hub_server import Hub, hub_server
@@ -30,7 +29,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The models of the recipes as org/base, org/ft1, ... What computes is this process: each asks for itself."""
     monkeypatch.chdir(MERGEKIT)
     monkeypatch.setattr(workforce, "spawn", lambda *_: None)
-    monkeypatch.setattr(hub_files, "_small", {})  # small files of other tests, by their contents
     models = [(f"org/{d.name}", d) for d in (MERGEKIT / "inputs").iterdir()]
     with hub_server(models) as server, server.clients(tmp_path / "home"):
         yield server

@@ -12,6 +12,7 @@ import pytest
 from ckpttool.execute import schedule, workforce
 from ckpttool.execute.destinations import hub as writing
 from ckpttool.execute.schedule import Part, Task
+from ckpttool.storage import hub_files
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_server import Hub, hub_server
 
@@ -77,6 +78,15 @@ def test_what_is_there_is_replaced_only_by_force(hub: Hub) -> None:
     assert set(held_files(hub)) >= {"README.md", "config.json", "deep/er/config.json", "deep/er/model.safetensors"}
 
 
+def test_the_token_stays_where_the_next_page_of_files_is_not(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/new", {"README.md": b"hi", "old.safetensors": b"x", "sub/a.json": b"{}"})
+    monkeypatch.setattr(hub_files, "MAX_WHOLE", 1)
+    hub.page, endpoint, hub.endpoint = 1, hub.endpoint, hub.cdn  # the host of the next page
+    assert "the destination holds old.safetensors" in refused()
+    assert {a.server for a in hub.asked if a.token} == {"hub"}
+    hub.endpoint = endpoint
+
+
 @pytest.mark.parametrize("how", ["--force", "--create-pr"])
 def test_what_is_there_already_is_not_committed_again(hub: Hub, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[logging.LogRecord] = []
@@ -120,7 +130,7 @@ def test_a_commit_is_repeated_or_found(hub: Hub, kind: int | str) -> None:
 
 def test_a_hub_that_fails_gets_no_commit(hub: Hub) -> None:
     hub.fail("POST .*/commit/", 500, times=99)
-    assert "the Hub fails with 500" in refused()
+    assert "the Hub answers 500" in refused()
     assert len(hub.repos["org/new"].commits) == 1
     hub.faults.clear()
     hub.asked.clear()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.storage import objects, web
+from ckpttool.storage import caches, objects
 from tests.helpers.command import ckpttool
 from tests.helpers.hub_server import Hub
 
@@ -61,7 +61,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
         served.shutdown()
     objects.close()
-    web.forget()
+    caches.forget()
 
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])

@@ -17,9 +17,9 @@ from ckpttool.core.files import DataFile
 from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
 from ckpttool.execute import worker_pool
 from ckpttool.execute.compute_worker import ComputeJob
-from ckpttool.storage import http, web
+from ckpttool.storage import caches, http, web
 from ckpttool.storage.access import ANONYMOUS, QUERIES
-from ckpttool.storage.place import parse_place, read_all, scan
+from ckpttool.storage.place import ahead, parse_place, read_all, scan
 from ckpttool.storage.web import WebPlace
 from tests.helpers.command import ckpttool, refused, reshard
 from tests.helpers.web_server import Asked, Reply, WebServer, redirect, reset, status, web_server
@@ -47,7 +47,7 @@ def server(_server: WebServer) -> Iterator[WebServer]:
     _server.files = {f"m/{n}": json.dumps(v).encode() for n, v in MODEL.items()}
     _server.files |= {f"m/model-0000{i}-of-00002.safetensors": bytes([i]) * 1000 for i in (1, 2)}
     _server.files["large"] = os.urandom(400_000)
-    web.forget()
+    caches.forget()
     QUERIES.clear()
     with http.using(http.Client(clock=Fast())):
         yield _server
@@ -160,7 +160,7 @@ def test_pages_are_not_files(server: WebServer) -> None:
     server.on("", page)
     assert not at(server, "m").exists()
     server.clear()
-    web.forget()
+    caches.forget()
     server.on("/m", redirect("/m/"))
     server.on("/m/", status(200, b"listing", Content_Type="text/plain"))
     assert not at(server, "m").is_file()
@@ -183,7 +183,7 @@ def test_an_open_file(server: WebServer) -> None:
     assert all(a.headers["if-match"] == tag for a in server.asked if a.method == "GET")
     assert file.map()[:] == read_all(place) == data
     server.asked.clear()
-    small = at(server, "m/config.json").open_file()
+    small = ahead(at(server, "m/config.json").open_file())
     assert [small.pread(3, i) for i in (0, 3, 6)] == [b'{"m', b"ode", b"l_t"]
     assert server.count("GET") == 1
 
@@ -268,7 +268,7 @@ def test_the_command_line_says_why_it_waits(server: WebServer, quiet: list[str])
 
 
 def test_a_host_that_is_not_there() -> None:
-    web.forget()
+    caches.forget()
     with (
         http.using(http.Client(clock=Fast())),
         pytest.raises(AccessError, match=r"127.0.0.1:1 refuses connections \(4 tries in"),
@@ -306,8 +306,9 @@ def test_where_a_redirect_led_is_asked_until_it_expires(server: WebServer) -> No
 def test_a_redirect_that_was_looked_at_once_leads_nowhere_else(server: WebServer) -> None:
     """The address that a HEAD led to is one that an answer named: it may not be near."""
     place = at(server, "large")
+    assert isinstance(place, WebPlace)
     file = place.open_file()
-    web._files[place] = web._files[place]._replace(location="http://169.254.169.254/large")
+    web._files.put(place, web._seen(place)._replace(location="http://169.254.169.254/large"))
     with pytest.raises(AccessError, match=r"a redirect from .* to http://169.254.169.254 is refused"):
         file.pread(10, 0)
 
@@ -399,13 +400,12 @@ def test_what_an_interrupted_run_leaves_has_no_signature(server: WebServer, tmp_
         left.append(files_of(tmp_path))
         return Reply(404, [("Content-Length", "0")])
 
-    with patch.object(web, "SMALL", 0):
-        server.on("/m/model.safetensors", broken)
-        done = ckpttool("reshard", f"{url}?sig={SECRET}", tmp_path / "dst", "--tp-out", "2")
-        assert done.code == 1
-        assert any(left)
-        assert SECRET not in done.err + done.out
-        assert not any(SECRET.encode() in data for files in [*left, files_of(tmp_path)] for data in files.values())
+    server.on("/m/model.safetensors", broken)
+    done = ckpttool("reshard", f"{url}?sig={SECRET}", tmp_path / "dst", "--tp-out", "2")
+    assert done.code == 1
+    assert any(left)
+    assert SECRET not in done.err + done.out
+    assert not any(SECRET.encode() in data for files in [*left, files_of(tmp_path)] for data in files.values())
 
 
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ckpttool.execute.files import Medium
 from ckpttool.execute.journal import Finished
 from ckpttool.execute.options import RunOptions
 from ckpttool.execute.schedule import Part, Task
+from ckpttool.storage import hub_files
 from ckpttool.storage.access import anonymous
 from ckpttool.storage.hub import HubPlace
 from ckpttool.storage.hub_access import endpoint, token
@@ -158,13 +159,9 @@ class HubDestination:
             self._tree = self._tree_of(MAIN)
 
     def _tree_of(self, revision: str) -> CommittedFiles:
-        hub = api()
-        commit = str(hub.repo_info(self.repo, revision=revision).sha)
-        files = {}
-        for entry in hub.list_repo_tree(self.repo, recursive=True, revision=commit):
-            if hasattr(entry, "blob_id") and entry.path.startswith(self.prefix):
-                files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        return CommittedFiles(commit, files)
+        commit = str(api().repo_info(self.repo, revision=revision).sha)
+        files = hub_files.revision(self.repo, commit).commit.files  # HfApi's list sends the token to any next page
+        return CommittedFiles(commit, {n: f.blob for n, f in files.items() if n.startswith(self.prefix)})
 
     def _look_again(self) -> None:
         """Raises OutputError when somebody else has changed the folder since the run began."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpttool.errors import AccessError, CkptError, OutputError
-from ckpttool.storage.hub_access import endpoint, token
+from ckpttool.storage.hub_access import endpoint, may_pass, passing, token
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
@@ -106,8 +106,10 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
     while cause is not None:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(cause, HfHubHTTPError) and status is not None:
-            said = cause.server_message or ""
-            return _refused(int(status), said, where)
+            if may_pass(status):
+                what, hint = passing(status, cause.response.headers)
+                return PassingError(what, where=where, hint=hint)
+            return _refused(status, f": {cause.server_message}" if cause.server_message else "", where)
         if type(cause).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3"):
             return PassingError(
                 f"the Hub does not answer ({type(cause).__name__})", where=where, hint="check the network, then repeat"
@@ -122,8 +124,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
     return error
 
 
-def _refused(status: int, said: str, where: str) -> CkptError:
-    more = f": {said}" if said else ""
+def _refused(status: int, more: str, where: str) -> CkptError:
     if status in (401, 403):
         return AccessError(
             f"the Hub does not let you write this{more}",
@@ -134,8 +135,4 @@ def _refused(status: int, said: str, where: str) -> CkptError:
         return OutputError(
             f"the destination was changed by somebody else during the run{more}", where=where, hint="repeat the command"
         )
-    if status == 429:
-        return PassingError(f"too many requests to the Hub{more}", where=where, hint="wait some minutes, then repeat")
-    if status >= 500:
-        return PassingError(f"the Hub fails with {status}{more}", where=where, hint="repeat the command later")
     return OutputError(f"the Hub refuses this with {status}{more}", where=where)

@@ -9,19 +9,7 @@ from typing import Literal, NamedTuple, Self
 
 from ckpttool.core.files import DataFile, Entry, OpenFile, Place
 from ckpttool.storage.place import open_local, scan
-
-
-class OverlayEntry(NamedTuple):
-    """A name in such a directory."""
-
-    name: str
-    is_below: bool
-
-    def is_file(self) -> bool:
-        return not self.is_below
-
-    def is_dir(self) -> bool:
-        return self.is_below
+from ckpttool.storage.remote import NamedEntry
 
 
 class Overlay(NamedTuple):
@@ -78,7 +66,7 @@ class Overlay(NamedTuple):
     def scan(self) -> Iterator[Entry]:
         start = f"{self.at}/" if self.at else ""
         mine = {s[len(start) :].partition("/")[::2] for s in self.small if s.startswith(start)}
-        found: dict[str, Entry] = {name: OverlayEntry(name, bool(rest)) for name, rest in sorted(mine)}
+        found: dict[str, Entry] = {name: NamedEntry(name, bool(rest)) for name, rest in sorted(mine)}
         try:
             for e in scan(self._place):
                 if not e.name.startswith(".ckpttool-partial"):

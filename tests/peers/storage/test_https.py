@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import trustme
 
-from ckpttool.storage import http, web
+from ckpttool.storage import caches, http
 from ckpttool.storage.http import Client, HttpError, RefusedRedirectError
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.web_server import WebServer, redirect, web_server
@@ -58,7 +58,7 @@ def _server(authority: Authority) -> Iterator[WebServer]:
 def server(_server: WebServer) -> WebServer:
     _server.clear()
     _server.files = {"f": DATA}
-    web.forget()
+    caches.forget()
     return _server
 
 
@@ -195,7 +195,7 @@ def test_logins_and_commands_over_tls(server: WebServer, authority: Authority, t
         assert {a.headers.get("authorization") for a in server.asked} == {"Basic bWU6czNjcjN0"}
     for p in (tmp_path / "here").iterdir():
         assert p.read_bytes() == (tmp_path / "there" / p.name).read_bytes()
-    web.forget()
+    caches.forget()
     with http.using(Client(clock=Fast())):
         done = ckpttool("inspect", f"{server.url}/m/model.safetensors")
     assert done.code == 1
