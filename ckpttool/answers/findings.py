@@ -10,10 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.core.files import Place
 from ckpttool.core.words import count
+
+if TYPE_CHECKING:
+    from ckpttool.core.files import Place
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 INERT, REFUSED, DANGEROUS = "inert", "refused", "dangerous"

@@ -322,16 +322,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             OutputError: the file is there and is not a report, or cannot be written.
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
-        from ckpttool.ops.inspect.views.page import PageView, ReportContents
         from ckpttool.ops.inspect.views.registry import chosen, look
         from ckpttool.report.survey import check_page, write_page  # with the page, which few need
 
         page = Path(file)
         choice = TensorChoice(several(patterns, "patterns"))
         view = chosen(choice, on=on, stats=stats, check=check, diff=diff, values=values, html=page)
-        check_page(cast("PageView", view))
+        check_page(view)
         with watching(progress) as watch:
-            found = cast("ReportContents", look(view, self.path, self.options, watch, on))
+            found = look(view, self.path, self.options, watch, on)
         write_page(found)
         if found.failures:
             raise found.failures[0]

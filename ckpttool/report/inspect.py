@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpttool.answers.fields import shape
 from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import View, ViewAnswer
+from ckpttool.ops.inspect.views.base import PrintedAnswer, View, ViewAnswer
 from ckpttool.ops.inspect.views.check import CheckAnswer
 from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.ops.inspect.views.ranks import LayoutDrawing, RanksAnswer
@@ -37,7 +37,7 @@ SHARE = 10
 """Characters of a bar that stands for all bytes."""
 
 
-def prepare(view: View, *, as_json: bool) -> None:
+def prepare(view: View[ViewAnswer], *, as_json: bool) -> None:
     """Raises UsageError and OutputError for files that could not be written, before a checkpoint is read for hours."""
     files = parsed(getattr(view, "findings", ()))
     if as_json and any(file is None for _, file in files):
@@ -51,6 +51,8 @@ def prepare(view: View, *, as_json: bool) -> None:
 @singledispatch
 def show_answer(answer: ViewAnswer, *, as_json: bool, quiet: bool = False) -> int:
     """Print an answer, and write the files that go with it. Returns the exit code."""
+    if not isinstance(answer, PrintedAnswer):
+        raise TypeError(answer)
     show(answer.document(), as_json=as_json, quiet=quiet)
     return 0 if answer.ok else 3
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from typer.main import get_command
 
-from ckpttool.answers.document import Document, Table
+from ckpttool.answers.document import Table
 from ckpttool.answers.findings import CheckResult
 from ckpttool.cli.app import app
 from ckpttool.errors import UsageError
@@ -25,8 +25,7 @@ from tests.helpers.command import ckpttool
 SRC = Path("fixtures/llama_tp8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LongestView(View):
+class LongestView(View["LongestAnswer"]):
     """The longest name."""
 
     name = "longest"
@@ -37,15 +36,16 @@ class LongestView(View):
         return LongestAnswer(at.tensors())
 
 
-@dataclass(frozen=True)
 class LongestAnswer(ListingAnswer):
     """The longest name."""
 
     name = "longest"
 
-    def document(self) -> Document:
-        name = max((r.name for r in self.listing.rows), key=len)
-        return self.shown(lambda: {"longest": name}, lambda: [Table(("name",), [(name,)], quiet=True)], 0)
+    def json(self) -> dict[str, str]:
+        return {"longest": max((r.name for r in self.listing.rows), key=len)}
+
+    def sections(self) -> list[Table]:
+        return [Table(("name",), [tuple(self.json().values())], quiet=True)]
 
 
 def test_a_new_view_is_one_class_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, dataclass_transform
 
 from ckpttool.answers.document import Document, Section
 from ckpttool.errors import UsageError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ckpttool.execute.fleets.base import Fleet
     from ckpttool.formats.base import OpenOptions
     from ckpttool.ops.inspect.listing import TensorChoice, TensorListing
+
+A_co = TypeVar("A_co", bound="ViewAnswer", covariant=True)
 
 SCHEMA = "ckpttool.inspect/1"
 
@@ -67,13 +69,18 @@ class InspectedSource(NamedTuple):
         return list_tensors(self.src, self.options, choice, stored_too=stored_too)
 
 
-@dataclass(frozen=True, kw_only=True)
-class View(ABC):
-    """A question about a checkpoint.
+@dataclass_transform(kw_only_default=True)
+@dataclass(eq=False, repr=False, kw_only=True)
+class View(ABC, Generic[A_co]):
+    """A question about a checkpoint; its subclasses are dataclasses, too.
 
     Fields made by ``flag`` and ``value`` are the view's own options, the first of them the one that asks for it.
     Fields without are filled from options of this name that another view, or the command, has.
     """
+
+    def __init_subclass__(cls) -> None:
+        # Every command makes all views to know its options: methods that nothing calls would cost it 20 ms.
+        dataclass(eq=False, repr=False, kw_only=True)(cls)
 
     choice: TensorChoice
     """Of tensors."""
@@ -118,7 +125,7 @@ class View(ABC):
         """The option that is given and has no place in a report; "" for none."""
         return self.label if self.asked else ""
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         """Raises UsageError for options of the view that contradict each other, or do nothing without it."""
 
     def refuse_filters(self) -> None:
@@ -141,7 +148,7 @@ class View(ABC):
         return ()
 
     @abstractmethod
-    def look(self, at: InspectedSource) -> ViewAnswer:
+    def look(self, at: InspectedSource) -> A_co:
         """The answer. Raises what ``open_checkpoint`` raises, and UsageError for what is not there."""
 
 
@@ -150,8 +157,12 @@ def narrows(choice: TensorChoice) -> bool:
     return bool(choice.patterns or choice.dtypes or choice.min_size)
 
 
+@dataclass_transform()
 class ViewAnswer(ABC):
-    """What a view has found."""
+    """What a view has found; its subclasses are dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False)(cls)
 
     name: ClassVar[str]
     """``view`` in JSON."""
@@ -166,14 +177,38 @@ class ViewAnswer(ABC):
         """Files that were read, and must be the same afterwards."""
         return ()
 
+
+class PrintedAnswer(ViewAnswer):
+    """An answer that is printed."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was inferred or left out."""
+        return ()
+
     @abstractmethod
+    def json(self) -> Mapping[str, Any]:
+        """What ``--json`` prints after schema and view."""
+
+    @abstractmethod
+    def sections(self) -> Iterable[Section]:
+        """What people see. Drawings are sections of their own kinds, which ``report`` knows."""
+
+    def entries(self) -> int:
+        """About how many entries the JSON has."""
+        return 0
+
+    def head(self) -> Mapping[str, Any]:
+        """What precedes ``json``."""
+        return {"schema": SCHEMA, "view": self.name}
+
     def document(self) -> Document:
-        """What is printed. Drawings are sections of their own kinds, which ``report`` knows."""
+        """All that is printed."""
+        return Document(lambda: {**self.head(), **self.json()}, self.sections, self.notes, self.entries())
 
 
-@dataclass(frozen=True)
-class ListingAnswer(ViewAnswer):
-    """What is seen of one checkpoint."""
+class ListingAnswer(PrintedAnswer):
+    """What is seen of one checkpoint; its ``json`` follows what is said of every checkpoint."""
 
     listing: TensorListing
 
@@ -181,13 +216,34 @@ class ListingAnswer(ViewAnswer):
     def files(self) -> Sequence[DataFile]:
         return self.listing.files
 
-    def shown(
-        self, json: Callable[[], Mapping[str, Any]], sections: Callable[[], Iterable[Section]], entries: int
-    ) -> Document:
-        """A document whose ``json`` follows what is said of every checkpoint."""
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.listing.notes
+
+    def head(self) -> Mapping[str, Any]:
         from ckpttool.ops.inspect.listing_json import listing_json
 
-        def whole() -> dict[str, Any]:
-            return {"schema": SCHEMA, "view": self.name, **listing_json(self.listing), **json()}
+        return {**super().head(), **listing_json(self.listing)}
 
-        return Document(whole, sections, self.listing.notes, entries)
+
+class ViewResult(Protocol):
+    """A verdict and notes, as ``check``, ``diff`` and ``list_imports`` return them."""
+
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool: ...
+
+
+class ResultAnswer(PrintedAnswer):
+    """A verdict, and what led to it."""
+
+    result: ViewResult
+
+    @property
+    def ok(self) -> bool:
+        return self.result.ok
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.result.notes

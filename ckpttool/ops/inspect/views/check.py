@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Paragraph, Section
+from ckpttool.answers.document import Paragraph, Section
 from ckpttool.answers.fields import pick
-from ckpttool.answers.findings import folded
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, narrows, value
+from ckpttool.ops.inspect.views.base import InspectedSource, ResultAnswer, View, ViewAnswer, flag, narrows, value
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult
@@ -20,8 +18,7 @@ FORMS = ("sarif", "junit", "gitlab", "github")
 """Other forms of findings than text and JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckView(View):
+class CheckView(View["CheckAnswer"]):
     """Every problem that headers show; with ``values`` those that elements show, too."""
 
     name = "check"
@@ -47,7 +44,7 @@ class CheckView(View):
     def outside_report(self) -> str:
         return ""
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.findings and not self.check:
             raise UsageError("--findings belongs to --check")
 
@@ -65,8 +62,7 @@ class CheckView(View):
         return CheckAnswer(result, self.findings)
 
 
-@dataclass(frozen=True)
-class CheckAnswer(ViewAnswer):
+class CheckAnswer(ResultAnswer):
     """Findings, and what was checked."""
 
     name = "check"
@@ -74,20 +70,16 @@ class CheckAnswer(ViewAnswer):
     findings: tuple[str, ...] = ()
     """Other forms to write them in, ``KIND[=FILE]``."""
 
-    @property
-    def ok(self) -> bool:
-        return self.result.ok
+    def entries(self) -> int:
+        return len(self.result.findings)
 
-    def document(self) -> Document:
-        return Document(self._json, self._sections, self.result.notes, len(self.result.findings))
+    def json(self) -> dict[str, Any]:
+        found = [pick(f, "id severity where text hint?") for f in self.result.findings]
+        return {"path": str(self.result.path), **pick(self.result, "format? ok checked"), "findings": found}
 
-    def _json(self) -> dict[str, Any]:
-        result = self.result
-        found = {"findings": [pick(f, "id severity where text hint?") for f in result.findings]}
-        head = {"schema": SCHEMA, "view": self.name, "path": str(result.path), **pick(result, "format? ok checked")}
-        return head | found
+    def sections(self) -> Iterator[Section]:
+        from ckpttool.answers.findings import folded
 
-    def _sections(self) -> Iterator[Section]:
         result = self.result
         for f, more in folded(result.findings):
             also = f" and {more:,} more like it" if more else ""

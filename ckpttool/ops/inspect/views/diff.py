@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ckpttool.answers.document import BarCell, Document, Message, Paragraph, PerMedium, Section, Table
+from ckpttool.answers.document import BarCell, Message, Paragraph, PerMedium, Section, Table
 from ckpttool.answers.fields import finite, number, pick
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, value
+from ckpttool.ops.inspect.views.base import A_co, InspectedSource, ResultAnswer, View, ViewAnswer, flag, value
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace, DataFile
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.drift import Drifted
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparingView(View):
+class ComparingView(View[A_co]):
     """What a view has that compares SRC with another checkpoint."""
 
     diff: AnyPlace | None = None
@@ -84,8 +83,7 @@ class ComparingView(View):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffView(ComparingView):
+class DiffView(ComparingView["DiffAnswer"]):
     """Names, dtypes and shapes; with ``values`` or a tolerance the elements, too."""
 
     name = "diff"
@@ -115,7 +113,7 @@ class DiffView(ComparingView):
     def outside_report(self) -> str:
         return ""
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.second and self.diff is None:
             raise UsageError(
                 f"unexpected argument `{self.second}`", hint=f"to compare: --diff {shlex.quote(self.second)}"
@@ -133,16 +131,11 @@ class DiffView(ComparingView):
         return DiffAnswer(self.compared(at))
 
 
-@dataclass(frozen=True)
-class DiffAnswer(ViewAnswer):
+class DiffAnswer(ResultAnswer):
     """Every difference, and how far both are apart."""
 
     name = "diff"
     result: DiffResult
-
-    @property
-    def ok(self) -> bool:
-        return self.result.ok
 
     @property
     def files(self) -> Sequence[DataFile]:
@@ -150,12 +143,10 @@ class DiffAnswer(ViewAnswer):
 
         return [f for side in (self.result.left, self.result.right) for f in source_files(side.stored.files)]
 
-    def document(self) -> Document:
-        result = self.result
-        entries = len(result.only_left) + len(result.only_right) + len(result.elements)
-        return Document(self._json, self._sections, result.notes, entries)
+    def entries(self) -> int:
+        return len(self.result.only_left) + len(self.result.only_right) + len(self.result.elements)
 
-    def _sections(self) -> Iterator[Section]:
+    def sections(self) -> Iterator[Section]:
         """Every difference, on a terminal those of all layers on one line; then the verdict."""
         yield PerMedium(self._terminal, self._pipe)
         result = self.result
@@ -227,7 +218,7 @@ class DiffAnswer(ViewAnswer):
                 yield from _drifted(title, found)
             yield Paragraph("")
 
-    def _json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         result = self.result
         opened = {
             side: {"path": str(source.path), "format": source.format, "mesh": source.mesh.to_json()}
@@ -242,8 +233,6 @@ class DiffAnswer(ViewAnswer):
             for d in result.elements
         ]
         return {
-            "schema": SCHEMA,
-            "view": self.name,
             **opened,
             "equal": result.ok,
             "values": result.values,

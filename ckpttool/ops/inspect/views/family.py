@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Message, Paragraph, Section
+from ckpttool.answers.document import Message, Paragraph, Section
 from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
@@ -13,8 +12,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.suggest import Suggestion
 
 
-@dataclass(frozen=True, kw_only=True)
-class FamilyView(View):
+class FamilyView(View["FamilyAnswer"]):
     """Layout rules that suit the names of the tensors."""
 
     name = "family"
@@ -37,17 +35,19 @@ class FamilyView(View):
         return FamilyAnswer(listing, suggest(shapes, listing.stored.config))
 
 
-@dataclass(frozen=True)
 class FamilyAnswer(ListingAnswer):
     """A family file, and how far it can be believed."""
 
     name = "family"
     suggestion: Suggestion
 
-    def document(self) -> Document:
-        return self.shown(self.suggestion._asdict, self._sections, len(self.suggestion.doubts))
+    def entries(self) -> int:
+        return len(self.suggestion.doubts)
 
-    def _sections(self) -> list[Section]:
+    def json(self) -> dict[str, Any]:
+        return self.suggestion._asdict()
+
+    def sections(self) -> list[Section]:
         """The file on stdout, to be redirected."""
         from ckpttool.ops.inspect.suggest import summary
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Table
+from ckpttool.answers.document import Table
 from ckpttool.answers.fields import pick
 from ckpttool.core.words import ranges
 from ckpttool.errors import plain
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.listing import FileRow
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilesView(View):
+class FilesView(View["FilesAnswer"]):
     """The data files, with their bytes, tensors and ranks."""
 
     name = "files"
@@ -31,20 +29,19 @@ class FilesView(View):
         return FilesAnswer(listing, file_rows(listing))
 
 
-@dataclass(frozen=True)
 class FilesAnswer(ListingAnswer):
     """The data files, in reading order."""
 
     name = "files"
     rows: Sequence[FileRow]
 
-    def document(self) -> Document:
-        names = "name bytes=nbytes tensors tensor_bytes=data ranks"
-        return self.shown(
-            lambda: {"list": [pick(f, names) for f in self.rows]}, lambda: [self._table()], len(self.rows)
-        )
+    def entries(self) -> int:
+        return len(self.rows)
 
-    def _table(self) -> Table:
+    def json(self) -> dict[str, Any]:
+        return {"list": [pick(f, "name bytes=nbytes tensors tensor_bytes=data ranks") for f in self.rows]}
+
+    def sections(self) -> Iterator[Table]:
         rows = [(plain(f.name), f.nbytes, f.tensors, f.data, ranges(f.ranks, "-")) for f in self.rows]
         header = ("file", "bytes", "tensors", "tensor bytes", "rank")
-        return Table(header, rows, quiet=True, drop=("tensor bytes", "rank"))
+        yield Table(header, rows, quiet=True, drop=("tensor bytes", "rank"))

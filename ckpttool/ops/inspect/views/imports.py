@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Paragraph, Section, Table
+from ckpttool.answers.document import Paragraph, Section, Table
 from ckpttool.answers.fields import pick
-from ckpttool.answers.findings import DANGEROUS, INERT, REFUSED
 from ckpttool.core.words import count
 from ckpttool.errors import plain
-from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag
+from ckpttool.ops.inspect.views.base import InspectedSource, ResultAnswer, View, flag
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import Import, ImportsResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportsView(View):
+class ImportsView(View["ImportsAnswer"]):
     """Globals that pickles name, and whether they are dangerous."""
 
     name = "imports"
@@ -31,28 +28,23 @@ class ImportsView(View):
         return ImportsAnswer(list_imports(at.src))
 
 
-@dataclass(frozen=True)
-class ImportsAnswer(ViewAnswer):
+class ImportsAnswer(ResultAnswer):
     """Globals by file."""
 
     name = "imports"
     result: ImportsResult
 
-    @property
-    def ok(self) -> bool:
-        return self.result.ok
+    def entries(self) -> int:
+        return len(self.result.found)
 
-    def document(self) -> Document:
-        return Document(self._json, self._sections, self.result.notes, len(self.result.found))
+    def json(self) -> dict[str, Any]:
+        found = [pick(i, "file member? offset global=name times verdict") for i in self.result.found]
+        return {"path": str(self.result.path), **pick(self.result, "ok files notes"), "imports": found}
 
-    def _json(self) -> dict[str, Any]:
-        result = self.result
-        found = [pick(i, "file member? offset global=name times verdict") for i in result.found]
-        head = {"schema": SCHEMA, "view": self.name, "path": str(result.path), **pick(result, "ok files notes")}
-        return {**head, "imports": found}
-
-    def _sections(self) -> Iterator[Section]:
+    def sections(self) -> Iterator[Section]:
         """Dangerous ones first; those that several files name are one line."""
+        from ckpttool.answers.findings import DANGEROUS, INERT, REFUSED
+
         order, result = (DANGEROUS, REFUSED, INERT), self.result
         together: dict[tuple[str, str], list[Import]] = {}
         for i in result.found:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.answers.document import Document, Table
+from ckpttool.answers.document import Table
 from ckpttool.answers.fields import pick, shape
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListView(View):
+class ListView(View["ListAnswer"]):
     """Every tensor, with dtype, shape, bytes and where it lies."""
 
     name = "list"
@@ -22,7 +21,6 @@ class ListView(View):
         return ListAnswer(at.tensors(self.choice, stored_too=True))
 
 
-@dataclass(frozen=True)
 class ListAnswer(ListingAnswer):
     """The chosen tensors."""
 
@@ -34,12 +32,12 @@ class ListAnswer(ListingAnswer):
 
         return [relative(f.place, self.listing.stored.root) for f in self.listing.files]
 
-    def document(self) -> Document:
-        return self.shown(lambda: {"list": self._tensors()}, lambda: [self._table()], len(self.listing.rows))
+    def entries(self) -> int:
+        return len(self.listing.rows)
 
-    def _tensors(self) -> list[dict[str, Any]]:
+    def json(self) -> dict[str, Any]:
         names = self._file_names()
-        return [
+        found = [
             {
                 **pick(r, "name dtype shape bytes=nbytes"),
                 "file": names[r.file] if r.file >= 0 else None,
@@ -48,8 +46,9 @@ class ListAnswer(ListingAnswer):
             }
             for r in self.listing.rows
         ]
+        return {"list": found}
 
-    def _table(self) -> Table:
+    def sections(self) -> Iterator[Table]:
         names = [*map(plain, self._file_names()), "-"]  # an empty tensor is in file -1
         shapes = {dims: shape(dims) for dims in {r.shape for r in self.listing.rows}}
         rows = [
@@ -57,4 +56,4 @@ class ListAnswer(ListingAnswer):
             for name, dtype, dims, size, file, offset, pieces, *_ in self.listing.rows
         ]
         header = ("name", "dtype", "shape", "bytes", "pieces", "file", "offset")
-        return Table(header, rows, quiet=True, drop=("offset", "pieces", "file"))
+        yield Table(header, rows, quiet=True, drop=("offset", "pieces", "file"))

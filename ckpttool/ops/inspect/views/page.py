@@ -8,7 +8,7 @@ broken checkpoint has findings, and no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +18,6 @@ from ckpttool.ops.inspect.views.base import InspectedSource, ViewAnswer, value
 from ckpttool.ops.inspect.views.diff import ComparingView, DiffAnswer
 
 if TYPE_CHECKING:
-    from ckpttool.answers.document import Document
     from ckpttool.answers.findings import CheckResult
     from ckpttool.core.catalog import LogicalTensor
     from ckpttool.core.files import DataFile, Place
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageView(ComparingView):
+class PageView(ComparingView["ReportContents"]):
     """What headers show, and the parts that read elements as far as they are asked for."""
 
     name = "report"
@@ -88,9 +86,8 @@ class PageView(ComparingView):
         return out
 
 
-@dataclass(slots=True)
 class ReportContents(ViewAnswer):
-    """What is known of a checkpoint; None for what was not asked, and for what could not be found out."""
+    """What a page shows of a checkpoint; None for what was not asked, and for what could not be found out."""
 
     name = "report"
     view: PageView
@@ -124,9 +121,6 @@ class ReportContents(ViewAnswer):
             have = "has" if bare == 1 else "have"
             out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
         return list(dict.fromkeys(out))
-
-    def document(self) -> Document:
-        raise NotImplementedError  # a report has a page instead, which is its JSON
 
     @property
     def files(self) -> Sequence[DataFile]:

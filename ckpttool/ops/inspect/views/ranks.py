@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Section
+from ckpttool.answers.document import Section
 from ckpttool.answers.fields import pick
 from ckpttool.errors import UsageError
-from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag, value
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, ViewAnswer, flag, value
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.holdings import Layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class RanksView(View):
+class RanksView(View["RanksAnswer"]):
     """The layout over ranks, as text and as pictures."""
 
     name = "ranks"
@@ -26,7 +25,7 @@ class RanksView(View):
         "--svg", "FILE", "With --ranks: also draw it, to FILE and where it needs more pages FILE-2, FILE-3, ...", Path
     )
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.svg is not None and not self.ranks:
             raise UsageError("--svg belongs to --ranks")
 
@@ -37,7 +36,6 @@ class RanksView(View):
         return RanksAnswer(listing, layout_of(listing), self.svg)
 
 
-@dataclass(frozen=True)
 class RanksAnswer(ListingAnswer):
     """The layout over ranks."""
 
@@ -46,10 +44,13 @@ class RanksAnswer(ListingAnswer):
     svg: Path | None
     """The file for a picture of it."""
 
-    def document(self) -> Document:
-        return self.shown(self._json, lambda: [LayoutDrawing(self.layout, quiet=True)], len(self.layout.holdings))
+    def entries(self) -> int:
+        return len(self.layout.holdings)
 
-    def _json(self) -> dict[str, Any]:
+    def sections(self) -> list[Section]:
+        return [LayoutDrawing(self.layout, quiet=True)]
+
+    def json(self) -> dict[str, Any]:
         holdings = [
             {
                 **pick(h, "name dtype shape tensors=count padding"),

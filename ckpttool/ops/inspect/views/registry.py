@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.ops.inspect.views.base import InspectedSource, View, ViewAnswer
+from ckpttool.ops.inspect.views.base import A_co, InspectedSource, View, ViewAnswer
 from ckpttool.ops.inspect.views.check import CheckView
 from ckpttool.ops.inspect.views.diff import DiffView
 from ckpttool.ops.inspect.views.family import FamilyView
@@ -21,12 +21,14 @@ from ckpttool.ops.inspect.views.tree import TreeView
 from ckpttool.ops.inspect.views.values import ValuesView
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckpttool.core.files import AnyPlace
     from ckpttool.execute import Progress
     from ckpttool.formats.base import OpenOptions
     from ckpttool.ops.inspect.listing import TensorChoice
 
-VIEWS: tuple[type[View], ...] = (
+VIEWS: tuple[type[View[ViewAnswer]], ...] = (
     RunView,
     ListView,
     FilesView,
@@ -43,7 +45,11 @@ VIEWS: tuple[type[View], ...] = (
 )
 
 
-def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View:
+@overload
+def chosen(choice: TensorChoice, *, html: Path, on: str = "", **given: Any) -> PageView: ...
+@overload
+def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View[ViewAnswer]: ...
+def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View[ViewAnswer]:
     """The view that the given options ask for, by the names of their fields; the tree for none.
 
     Raises UsageError for options that contradict each other, or do nothing.
@@ -75,7 +81,7 @@ def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View:
     return view
 
 
-def look(view: View, src: AnyPlace, options: OpenOptions, progress: Progress | None = None, on: str = "") -> ViewAnswer:
+def look(view: View[A_co], src: AnyPlace, options: OpenOptions, progress: Progress | None = None, on: str = "") -> A_co:
     """The answer of a view, if what was looked at has stayed the same meanwhile. ``on`` is the engine that reads
     elements, "" for this machine.
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Paragraph, PerMedium, Table
+from ckpttool.answers.document import Paragraph, PerMedium, Section, Table
 from ckpttool.answers.fields import pick, utc
 from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import SCHEMA, InspectedSource, View, ViewAnswer, flag, narrows
+from ckpttool.ops.inspect.views.base import InspectedSource, PrintedAnswer, View, flag, narrows
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.runs import RunListing, SavedCheckpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunView(View):
+class RunView(View["RunAnswer"]):
     """Those that lie in SRC, even if SRC can be read as one."""
 
     name = "checkpoints"
@@ -31,8 +29,7 @@ class RunView(View):
         return RunAnswer.of(at)
 
 
-@dataclass(frozen=True)
-class RunAnswer(ViewAnswer):
+class RunAnswer(PrintedAnswer):
     """Checkpoints by step."""
 
     name = "checkpoints"
@@ -45,14 +42,18 @@ class RunAnswer(ViewAnswer):
 
         return cls(list_run(at.src, at.options))
 
-    def document(self) -> Document:
-        sections = [
-            PerMedium(lambda: [self._short_table()], lambda: [self._table()], quiet=True),
-            PerMedium(lambda: [self._summary()], list),
-        ]
-        return Document(self._json, lambda: sections, self.run.notes, len(self.run.rows))
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.run.notes
 
-    def _json(self) -> dict[str, Any]:
+    def entries(self) -> int:
+        return len(self.run.rows)
+
+    def sections(self) -> Iterator[Section]:
+        yield PerMedium(lambda: [self._short_table()], lambda: [self._table()], quiet=True)
+        yield PerMedium(lambda: [self._summary()], list)
+
+    def json(self) -> dict[str, Any]:
         run = self.run
         found = [
             {
@@ -67,8 +68,7 @@ class RunAnswer(ViewAnswer):
             }
             for r in run.rows
         ]
-        head = {"schema": SCHEMA, "view": self.name, "path": str(run.path), **pick(run, "resume? because? notes")}
-        return {**head, "checkpoints": found}
+        return {"path": str(run.path), **pick(run, "resume? because? notes"), "checkpoints": found}
 
     def _table(self) -> Table:
         header = ("name", "step", "bytes", "files", "format", "mesh", "optimizer", "saved", "complete", "resume", "why")
@@ -92,6 +92,8 @@ class RunAnswer(ViewAnswer):
         return Table(header, rows)
 
     def _short_table(self) -> Table:
+        from datetime import datetime
+
         run, states = self.run, {True: "complete", False: "incomplete", None: "unknown"}
         header = ("checkpoint", "step", "size", "state", "format", "mesh", "optimizer", "saved")
         rows = [

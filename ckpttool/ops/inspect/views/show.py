@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Section
+from ckpttool.answers.document import Section
 from ckpttool.answers.fields import finite, pick
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, value
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.inspect.values import TensorSlice
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShowView(View):
+class ShowView(View["ShowAnswer"]):
     """Some elements of the tensors that it names."""
 
     name = "show"
@@ -29,17 +28,20 @@ class ShowView(View):
         return ShowAnswer(listing, show(listing, self.show))
 
 
-@dataclass(frozen=True)
 class ShowAnswer(ListingAnswer):
     """Elements, in the order in which they were asked for."""
 
     name = "show"
     slices: Sequence[TensorSlice]
 
-    def document(self) -> Document:
-        sections = [Elements(s, quiet=True) for s in self.slices]
-        entries = sum(s.values.size for s in self.slices)
-        return self.shown(lambda: {"list": list(map(_json, self.slices))}, lambda: sections, entries)
+    def entries(self) -> int:
+        return sum(s.values.size for s in self.slices)
+
+    def json(self) -> dict[str, Any]:
+        return {"list": list(map(_json, self.slices))}
+
+    def sections(self) -> list[Section]:
+        return [Elements(s, quiet=True) for s in self.slices]
 
 
 @dataclass(eq=False, repr=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Section
+from ckpttool.answers.document import Section
 from ckpttool.core.words import count
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, ViewAnswer, narrows, value
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
     from ckpttool.ops.inspect.listing import TensorListing, TensorRow
     from ckpttool.ops.inspect.tree import Summed, TreeLine, TreeNode
+    from ckpttool.ops.inspect.views.runs import RunAnswer
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeView(View):
+class TreeView(View["TreeAnswer | RunAnswer"]):
     """A line for each kind of tensor; of a directory of several checkpoints which ones there are."""
 
     name = "tree"
@@ -33,11 +33,11 @@ class TreeView(View):
     def outside_report(self) -> str:
         return "" if self.depth is None else "--depth"
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.depth is not None and asked:
             raise UsageError(f"--depth belongs to the tree, not to {asked[0].label}")
 
-    def look(self, at: InspectedSource) -> ViewAnswer:
+    def look(self, at: InspectedSource) -> TreeAnswer | RunAnswer:
         from ckpttool.formats.runs import RunError
         from ckpttool.ops.inspect.code import code_note
         from ckpttool.storage.listing import list_source
@@ -88,7 +88,6 @@ def _other_saves(listing: TensorListing) -> str:
     return f"{count(len(saves), 'checkpoint')} of a run {lie} here: --checkpoints lists them"
 
 
-@dataclass(frozen=True)
 class TreeAnswer(ListingAnswer):
     """A tree for each component."""
 
@@ -116,12 +115,14 @@ class TreeAnswer(ListingAnswer):
 
         return {component: lines(root, self.depth) for component, root in self.roots.items()}
 
-    def document(self) -> Document:
-        entries = sum(map(len, self.lines.values()))
-        return self.shown(lambda: {"tree": self._tree()}, lambda: [TreeDrawing(self, quiet=True)], entries)
+    def entries(self) -> int:
+        return sum(map(len, self.lines.values()))
 
-    def _tree(self) -> list[dict[str, Any]]:
-        return [
+    def sections(self) -> list[Section]:
+        return [TreeDrawing(self, quiet=True)]
+
+    def json(self) -> dict[str, Any]:
+        found = [
             {
                 "name": line.name,
                 "component": component,
@@ -132,9 +133,10 @@ class TreeAnswer(ListingAnswer):
                 **({"dtype": line.node.dtype, "shape": list(line.node.shape)} if line.node.dtype else {}),
                 **_mark_json(component, line.node.dtype and (line.node.mark or self.trees[component][0])),
             }
-            for component, found in self.lines.items()
-            for line in found
+            for component, of in self.lines.items()
+            for line in of
         ]
+        return {"tree": found}
 
 
 @dataclass(eq=False, repr=False)

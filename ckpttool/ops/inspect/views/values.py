@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Message, Paragraph, PerMedium, Section, Table
+from ckpttool.answers.document import Message, Paragraph, PerMedium, Section, Table
 from ckpttool.answers.fields import finite, number, pick, shape
 from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
-from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, flag, narrows
+from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, ViewAnswer, flag, narrows
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.total import TotalDigest
@@ -20,8 +20,7 @@ MOST = 30
 """Tensors that have a line each, on a terminal too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValuesView(View):
+class ValuesView(View["ValuesAnswer | TotalAnswer"]):
     """Statistics, histograms and checksums of each tensor; or one digest of all."""
 
     name = "values"
@@ -50,7 +49,7 @@ class ValuesView(View):
     def outside_report(self) -> str:
         return "--hash" if self.digest else ""
 
-    def refuse(self, asked: Sequence[View]) -> None:
+    def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.total and (not self.digest or self.stats or self.histogram):
             raise UsageError("--total belongs to --hash alone", hint="`--hash --total`")
         if self.total and narrows(self.choice):
@@ -68,7 +67,6 @@ class ValuesView(View):
         return ValuesAnswer(listing, wanted, measure(listing, wanted, at.progress, at.fleet))
 
 
-@dataclass(frozen=True)
 class ValuesAnswer(ListingAnswer):
     """Statistics, histograms and checksums, in the order of the listing."""
 
@@ -76,10 +74,10 @@ class ValuesAnswer(ListingAnswer):
     wanted: WantedValues
     values: Sequence[Values]
 
-    def document(self) -> Document:
-        return self.shown(lambda: {"list": self._list()}, self._sections, len(self.values))
+    def entries(self) -> int:
+        return len(self.values)
 
-    def _sections(self) -> Iterator[Section]:
+    def sections(self) -> Iterator[Section]:
         stats, digests = self.wanted.stats, self.wanted.digest
         if stats or digests:
             folded = stats and not digests and len(self.values) > MOST and any(v.stats is not None for v in self.values)
@@ -114,7 +112,7 @@ class ValuesAnswer(ListingAnswer):
         drop += ["std", "max", "min"] if stats and digests else []
         return Table(header, rows, drop=list(dict.fromkeys(drop)), right=range(3, 8) if stats else ())
 
-    def _list(self) -> list[dict[str, Any]]:
+    def json(self) -> dict[str, Any]:
         found = []
         for v in self.values:
             entry = pick(v.row, "name dtype shape")
@@ -126,7 +124,7 @@ class ValuesAnswer(ListingAnswer):
             if v.digest is not None:
                 entry["digest"] = v.digest
             found.append(entry)
-        return found
+        return {"list": found}
 
 
 @dataclass(eq=False, repr=False)
@@ -143,19 +141,21 @@ class HistogramBars(Section):
     values: Values
 
 
-@dataclass(frozen=True)
 class TotalAnswer(ListingAnswer):
     """One digest of everything."""
 
     name = "total"
     total: TotalDigest
 
-    def document(self) -> Document:
-        of = f"note: the digest is of {count(len(self.total.lines), 'tensor')}: {', '.join(self.listing.components)}"
-        sections = [Message(plain(of)), Paragraph(self.total.digest, quiet=True)]
-        return self.shown(self._json, lambda: sections, len(self.total.lines))
+    def entries(self) -> int:
+        return len(self.total.lines)
 
-    def _json(self) -> dict[str, Any]:
+    def sections(self) -> Iterator[Section]:
+        of = f"note: the digest is of {count(len(self.total.lines), 'tensor')}: {', '.join(self.listing.components)}"
+        yield Message(plain(of))
+        yield Paragraph(self.total.digest, quiet=True)
+
+    def json(self) -> dict[str, Any]:
         found = [
             {"name": name, "dtype": dtype, "shape": [int(n) for n in dims.split(",") if n], "digest": digest}
             for name, dtype, dims, digest in (line.rsplit("\t", 3) for line in self.total.lines)
