@@ -908,6 +908,7 @@ class Machine:
             self.refuse(f"the pickle sets the state of a {kind.__name__.strip('_')} (BUILD)")
 
     def build_dtype(self, v: _Dtype, state: Any) -> None:
+        """Check the state that numpy pickles for a dtype. One that is kept unread (``keeps_odd``) loses its name."""
         # Version, byte order, subarray, names, fields, size, alignment, flags.
         if type(state) is _Args and not v.name:
             state = state.items  # the unit of a time is among its metadata

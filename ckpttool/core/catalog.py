@@ -385,7 +385,7 @@ class _Tiling(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _tiling(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> _Tiling:
-    """Cached: the tensors of a checkpoint are cut in few ways."""
+    """How boxes cover a tensor. Cached: the tensors of a checkpoint are cut in few ways."""
     seen: dict[Box, int] = {}
     again = []
     for i, box in enumerate(boxes):

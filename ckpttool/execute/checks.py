@@ -22,9 +22,9 @@ _BLOCK = 2 << 20
 
 
 def check(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) -> None:
-    """Raises CorruptError when the sources contradict the step, ConflictError when tied tensors differ.
+    """Do a comparison. Raises CorruptError when the sources contradict it, ConflictError when tied tensors differ.
 
-    ``first`` is the number of its first element.
+    ``first``: number of the step's first element in its tensor, for the message.
     """
     if wrong := _problem(step, carrier, first):
         raise wrong
@@ -38,25 +38,28 @@ def _problem(step: AssertEqual | AssertPadding, carrier: Mover, first: int = 0) 
 
 
 def agree(steps: Iterable[AssertEqual], sources: Sequence[Contents]) -> bool:
-    """Whether all of them find the same bytes. Raises CorruptError for a source that cannot be read."""
+    """Whether both sides of every step hold the same bytes. Raises CorruptError for a source that cannot be read."""
     with open_medium() as pool:
         carrier = Mover(sources, (), pool, 4 * _BLOCK, threading.Event())
         return all(_problem(step, carrier) is None for step in steps)
 
 
 class _BlockReader:
-    """Reads boxes of blocks into the arena of a carrier."""
+    """Reads boxes of ``count`` blocks, each into a buffer of its own in the arena of a mover.
 
-    def __init__(self, carrier: Mover, parts: int, size: int) -> None:
+    ``size``: bytes of an element; a buffer holds one at least. ``limit``: bytes of each buffer.
+    """
+
+    def __init__(self, carrier: Mover, count: int, size: int) -> None:
         self.carrier = carrier
         arena = carrier.arena
         arena.reset()
-        each = max(size, min(_BLOCK, arena.room(parts + 1) // (parts + 1)))
-        self.limit = each
-        self.buffers = [arena.take(each) for _ in range(parts)]
-        self.scratch = arena.take(each)
+        self.limit = max(size, min(_BLOCK, arena.room(count + 1) // (count + 1)))
+        self.buffers = [arena.take(self.limit) for _ in range(count)]
+        self.scratch = arena.take(self.limit)
 
     def __call__(self, which: int, block: Block, start: tuple[int, ...], shape: tuple[int, ...], size: int) -> Bytes:
+        """The bytes of a box of a block, in buffer number ``which``, until the next call for that buffer."""
         out = self.buffers[which][: prod(shape) * size]
 
         def read(at: int, buffer: memoryview) -> None:
@@ -69,6 +72,7 @@ class _BlockReader:
 
 
 def _at(block: Block, index: tuple[int, ...]) -> int:
+    """The offset of an element in the block's file."""
     return block.offset + sum([i * s for i, s in zip(index, block.strides, strict=True)])
 
 
@@ -79,6 +83,7 @@ def _bytewise(step: AssertEqual) -> AssertEqual:
 
 
 def _inequality(step: AssertEqual, carrier: Mover, done: int) -> ConflictError | CorruptError | None:
+    """The error for the first element of which two copies differ. ``done``: see ``check``."""
     if lookup(step.dtype).bits % 8:
         step = _bytewise(step)
     size, other = itemsize(step.dtype), step.b_dtype or step.dtype
@@ -108,6 +113,7 @@ def _inequality(step: AssertEqual, carrier: Mover, done: int) -> ConflictError |
 
 
 def _padding(step: AssertPadding, carrier: Mover) -> CorruptError | None:
+    """The error for padding that is neither zeros nor copies of the last row."""
     size = itemsize(step.dtype)
     read = _BlockReader(carrier, 2, size)
     zeros, copies = True, step.like is not None

@@ -1,4 +1,4 @@
-"""Tasks in their order. The bytes that the next ones read from other machines are announced before their turn."""
+"""The queue of tasks. What the next ones read from other machines is announced before their turn, and read ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpttool.execute.schedule import Task, separate
 
 
 class Turn:
-    """A task whose turn it is, and what was found out about it before."""
+    """A task from the queue, the moves and checks that it consists of, and the reads announced for it."""
 
     def __init__(self, task: Task, plan: Plan, sources: Sequence[Contents], pool: Medium) -> None:
         self.task = task
@@ -48,7 +48,10 @@ class Turn:
             yield from part.items
 
     def announce(self, most: int) -> None:
-        """Have read ahead what it reads, in order; up to ``most`` bytes are there at a time."""
+        """Announce to the pool the byte ranges that the task reads, in the order of its reads: they are read ahead.
+
+        ``most``: bytes that the pool holds at a time.
+        """
         reads = [*self._turned(), *(r for item in self._items for r in item_reads(item))]
         for step in [*self.arranged()[1], *(c.step for part in self.task.parts for c in part.checks)]:
             reads += check_reads(step)
@@ -61,7 +64,10 @@ class Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """While it is carried out. What it reads in another order than it lies in a file is here before it begins."""
+        """The context in which the task is done; its announced reads are forgotten at the end.
+
+        Bytes that it reads in another order than the file's are fetched to this machine before it begins.
+        """
         kept = self._pool.keep(self._named(self._turned()) if self.size else ())
         try:
             yield
@@ -73,12 +79,13 @@ class Turn:
         return named(reads, self._sources)
 
     def _turned(self) -> Iterator[Range]:
+        """The ranges that are read in another order than the file's."""
         for item in self._items:
             yield from turned_reads(item)
 
 
 class Upcoming:
-    """Tasks in their order. What those that come next read is announced, as much as there is memory for."""
+    """The queue of tasks, which announces the reads of the next ones: about ``ahead`` bytes, none for 0."""
 
     def __init__(self, tasks: Iterable[Task], plan: Plan, pool: Medium, ahead: int) -> None:
         self._tasks = deque(tasks)
@@ -105,7 +112,7 @@ class Upcoming:
             return turn
 
     def _look_ahead(self, wanted: int) -> None:
-        """Announce tasks until so many bytes are, of one at least."""
+        """Announce the reads of tasks until ``wanted`` bytes are announced, and those of one task at least."""
         while self._tasks and (not self._ready or self._announced < wanted):
             turn = Turn(self._tasks.popleft(), self._plan, self._sources, self._pool)
             turn.announce(self._ahead)

@@ -317,6 +317,7 @@ class HubFile:
             signed.etag.append(etag)
 
     def _failed(self, e: HttpError) -> CkptError:
+        """The error to raise for a request to the Hub or its storage that failed."""
         where = [self.where, shown(e.filename)]
         if isinstance(e, ChangedError):
             return CorruptError(f"the Hub's storage has another file than the Hub lists: {e.strerror}", where=where)

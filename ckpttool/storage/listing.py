@@ -58,7 +58,7 @@ class Listing:
             return []
 
     def inside(self, folder: str) -> Listing:
-        """One of them; without files where it cannot be listed (a link to itself, one that is not ours to read)."""
+        """The listing of a directory in it; without files where that fails (a link to itself, no permission)."""
         if folder not in self._inside:
             try:
                 self._inside[folder] = list_source(self.root / folder)

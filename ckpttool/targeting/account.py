@@ -125,18 +125,21 @@ class Account:
         return False
 
     def _is_copy(self, key: Key) -> bool:
-        """Whether the config, or the output's naming, takes another tensor of the source for this one, and both hold
-        the same."""
+        """Whether the output has another tensor of the source for this one (the config ties them, or its naming drops
+        copies), and both have equal elements."""
         name = self._published(key.name)
         ties = self.source.family.ties
         used = [
             of for op in self.statements if isinstance(op, DropCopies) for p, of, _ in op.pairs if matches((p,), name)
         ]
         owners = dict.fromkeys(o for n in (name, *used) for o in (n, ties.get(n, "")) if o not in ("", name))
-        return any(self._hold_the_same(key, name, owner) for owner in owners)
+        return any(self._has_equal_tensors(key, name, owner) for owner in owners)
 
-    def _hold_the_same(self, key: Key, name: str, owner: str) -> bool:
-        """Whether the tensors with these published names are there and hold the same."""
+    def _has_equal_tensors(self, key: Key, name: str, owner: str) -> bool:
+        """Whether the source has tensors of both names (``_published``) with equal elements.
+
+        Both are of the component and state of ``key``, and compared in the shapes that Hugging Face's checkpoints have.
+        """
         source = self.source
         pair = {
             k.name: DerivedTensor(k.name, t.dtype, t.shape, t)
@@ -145,9 +148,10 @@ class Account:
         }
         shaping = tuple(op for op in source.ops if not isinstance(op, Tie | Drop | DropCopy | DropLayers))
         views = apply_transforms(TensorTable(pair), inverse(shaping), source.family, shaping).table
-        return {name, owner} <= views.keys() and self._equal(views[name], views[owner])
+        return {name, owner} <= views.keys() and self._has_equal_elements(views[name], views[owner])
 
-    def _equal(self, one: DerivedTensor, other: DerivedTensor) -> bool:
+    def _has_equal_elements(self, one: DerivedTensor, other: DerivedTensor) -> bool:
+        """Whether two tensors have one shape and equal elements, in the wider of their dtypes."""
         catalog = self.source.catalog
         if one.shape != other.shape:
             return False
@@ -204,7 +208,7 @@ def _incomplete(catalog: Catalog, output: Iterable[DerivedTensor]) -> list[Key]:
 
 
 class _Read:
-    """Which tensors of a source are read for a checkpoint whose tensors are worked out."""
+    """The tensors of a source that are read for a checkpoint with computed tensors."""
 
     def __init__(self, catalog: Catalog, computed: Computed) -> None:
         real = len(catalog.files)
@@ -218,13 +222,13 @@ class _Read:
         return all(self._has(p.stored) for p in tensor.pieces)
 
     def _has(self, stored: StoredTensor) -> bool:
-        """Whether any of these places lies in it."""
+        """Whether a place that is read lies in a stored tensor."""
         start, stop = ((stored.file, stored.offset + n) for n in (0, max(stored.nbytes, 1)))
         return bisect_left(self._places, start) < bisect_left(self._places, stop)
 
 
 def _stored(operand: Operand) -> Iterator[StoredOperand]:
-    """What an operand is read from."""
+    """The stored operands that an operand is made of."""
     if isinstance(operand, StoredOperand):
         yield operand
     elif isinstance(operand, Scaled):

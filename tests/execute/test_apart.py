@@ -96,7 +96,7 @@ def test_it_does_not_answer_when_it_is_let_go(ray: Path, monkeypatch: pytest.Mon
 
     with (ray / "__init__.py").open("a") as f:
         f.write("def init(**_):\n    import time\n    time.sleep(60)\n")
-    monkeypatch.setattr(apart, "_DISMISS", 0.2)
+    monkeypatch.setattr(apart, "_END_TIMEOUT", 0.2)
     fleet = fleet_for("ray")
     assert isinstance(fleet, apart.ApartFleet)
     fleet._pipe.send(("start", Job()))

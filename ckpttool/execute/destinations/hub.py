@@ -231,7 +231,7 @@ class HubDestination:
         self._send([p for p in found if p not in self._known | self._late])
 
     def _send(self, left: Sequence[Path]) -> None:
-        """Upload files, all that was put before, too. Returns when they are there, or the run is to end."""
+        """Upload files. Returns when these and all that were put before are uploaded, or when the run is stopped."""
         small = [p for p in left if p.lstat().st_size < LARGE]
         for path in left:
             if path not in small:

@@ -372,18 +372,18 @@ class _SharedDestination(LocalDestination, ABC):
 
     common: SharedPartial
     wrong = False
-    """The input is: nothing that there is can be of use."""
+    """Whether the input is wrong: then what has been written is of no use to a later run."""
 
     @abstractmethod
-    def _let_go(self) -> Sequence[Claim | None]:
-        """The claims that this process has had until now."""
+    def _take_claims(self) -> Sequence[Claim | None]:
+        """The claims of this process, which forgets them: the caller releases them."""
 
     @property
     def locks(self) -> list[int]:
         return [fd for fd in (self.common.folder.fd,) if fd >= 0]
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
-        """Tell the others, who stop. What is wrong for good is not kept."""
+        """Tell the other members that this one failed: they stop. ``wrong``: the input is wrong (``discard``)."""
         self.wrong = wrong
         if self.common.folder.fd >= 0:
             self.common.fail(error, wrong=wrong)
@@ -397,7 +397,7 @@ class _SharedDestination(LocalDestination, ABC):
 
     def _leave(self, *, clear: bool) -> None:
         self._close_journal()
-        for claim in self._let_go():
+        for claim in self._take_claims():
             if claim is not None:
                 claim.release()
         if self.common.folder.fd >= 0:
@@ -643,7 +643,7 @@ class MemberDestination(_SharedDestination):
         self.common, self._part = SharedPartial(self, self.member), None
         return made
 
-    def _let_go(self) -> Sequence[Claim | None]:
+    def _take_claims(self) -> Sequence[Claim | None]:
         claims = self._prepare, self._part
         self._prepare = self._part = None
         return claims
@@ -764,7 +764,7 @@ class CommitDestination(_SharedDestination):
     def can_record(self) -> bool:
         return False
 
-    def _let_go(self) -> Sequence[Claim | None]:
+    def _take_claims(self) -> Sequence[Claim | None]:
         claims = self._commit, self._part
         self._commit = self._part = None
         return claims

@@ -339,7 +339,7 @@ class ObjectMember(ObjectDestination):
     # -- leaving
 
     def failed(self, error: BaseException, *, wrong: bool) -> None:
-        """Note whether the input is wrong: then nothing is kept."""
+        """Note whether the input is wrong: then ``discard`` keeps nothing."""
         self.wrong = wrong
 
     def _stop_sending(self) -> None:

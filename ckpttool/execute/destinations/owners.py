@@ -31,7 +31,7 @@ class ShareClaim:
     tasks: list[int] = field(default_factory=list)
     """Numbers of tasks, ascending."""
     spared: list[int] = field(default_factory=list)
-    """Numbers of parts of these tasks that this share need not do; of a task that is there for its hashes all."""
+    """Numbers of parts of these tasks that this share need not do: all parts of a task that only adds hashes."""
     chunks: list[list[int]] = field(default_factory=list)
     """The chunks that it sends: [output, first chunk, last + 1]. When its tasks are done but for the spared parts,
     these have all their bytes but literal ones."""
@@ -83,7 +83,10 @@ def claims(
 def _add_operands(
     survey: TaskSurvey, share_of: Sequence[int], doing: Sequence[dict[int, set[int]]], sums: Collection[str]
 ) -> None:
-    """Tensors that an earlier run has written are read again where it has not left the hashes of their operands."""
+    """Add tasks without parts: tensors that an earlier run has written without recording the hashes of their operands.
+
+    Their operands are read again for these hashes.
+    """
     done = set().union(*doing)
     for t, task in enumerate(survey.tasks):
         if share_of[t] < 0 or task.computing < 0 or t in done:
@@ -110,13 +113,13 @@ class _Owners:
         chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(touched) - touched, touched)
         each = size[output[row]]
         nbytes = np.minimum(stop[row], (chunk + 1) * each) - np.maximum(start[row], chunk * each)
-        place = self._base[output[row]] + chunk
-        self._owner = _who_writes_most(place, share_of[task[row]], nbytes, int(self._base[-1]))
+        counted = self._base[output[row]] + chunk  # the chunk, counted through all outputs
+        self._owner = _largest_writers(counted, share_of[task[row]], nbytes, int(self._base[-1]))
         for f, chunks in enumerate(sent):
             self._owner[self._base[f] + np.fromiter(chunks, np.int64, len(chunks))] = -1
         lowest, highest = np.full(len(share_of), len(share_of)), np.full(len(share_of), -1)
-        np.minimum.at(lowest, task[row], self._owner[place])
-        np.maximum.at(highest, task[row], self._owner[place])
+        np.minimum.at(lowest, task[row], self._owner[counted])
+        np.maximum.at(highest, task[row], self._owner[counted])
         self.only: _Numbers = np.where(lowest == highest, highest, -1)
         """The owner of all chunks that each task writes into; -1 where they have several, or none."""
 
@@ -138,13 +141,16 @@ class _Owners:
         return out
 
 
-def _who_writes_most(place: _Numbers, share: _Numbers, nbytes: _Numbers, count: int) -> _Numbers:
-    """The share that writes most of each of ``count`` chunks; of several, the first."""
+def _largest_writers(chunk: _Numbers, share: _Numbers, nbytes: _Numbers, count: int) -> _Numbers:
+    """The share that writes most bytes of each of ``count`` chunks: the lowest of equals, -1 for a chunk without bytes.
+
+    Row i of the three arrays: share ``share[i]`` writes ``nbytes[i]`` into chunk ``chunk[i]``.
+    """
     owner = np.full(count, -1)
-    if len(place):
+    if len(chunk):
         shares = int(share.max()) + 1
-        pairs, index = np.unique(place * shares + share, return_inverse=True)
-        held = np.bincount(index, nbytes)
-        order = np.lexsort((-(pairs % shares), held, pairs // shares))  # what comes last stays
+        pairs, index = np.unique(chunk * shares + share, return_inverse=True)
+        written = np.bincount(index, nbytes)
+        order = np.lexsort((-(pairs % shares), written, pairs // shares))  # of each chunk, the last pair stays
         owner[pairs[order] // shares] = pairs[order] % shares
     return owner

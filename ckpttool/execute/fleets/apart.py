@@ -29,9 +29,9 @@ from ckpttool.errors import CkptError, OutputError, not_installed
 from ckpttool.execute.error_data import error_from_data, error_to_data
 from ckpttool.execute.fleets.base import Fleet, FleetJob, Order, Reply
 
-_DISMISS = 30.0
+_END_TIMEOUT = 30.0
 """Seconds for the process to let go of the machines."""
-_KNOCK = 3.0
+_CONNECT_TIMEOUT = 3.0
 """Seconds until the head node has answered, or is gone."""
 
 
@@ -56,18 +56,18 @@ def connected(engine: str, address: str) -> Connected:
 
 
 class ApartFleet:
-    """See ``Fleet``."""
+    """A fleet whose engine runs in a process of its own. Calls and answers go through a pipe."""
 
     def __init__(self, engine: str, address: str) -> None:
         self._name = f"{engine}={address}" if address else engine
         self._address, self._head = address, ""
-        self._working = self._free = 0
+        self._nodes = self._slots = 0
         self._early: list[Reply] = []
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._pipe, theirs = Pipe()
         life, held = os.pipe()
         self._life = os.fdopen(held, "wb")
-        """Ends with this process, whatever becomes of it."""
+        """The other end of the process's stdin: it closes when this process ends, and then the other ends, too."""
         words = [sys.executable, "-m", __name__, engine, address, str(theirs.fileno())]
         paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(  # noqa: S603 - this package
@@ -82,7 +82,7 @@ class ApartFleet:
         theirs.close()
         os.close(life)
         try:
-            self._hear()
+            self._receive()
         except BaseException:
             self.end(now=True)
             raise
@@ -91,10 +91,10 @@ class ApartFleet:
         self._ask("start", job)
 
     def nodes(self) -> int:
-        return self._working
+        return self._nodes
 
     def slots(self) -> int:
-        return self._free
+        return self._slots
 
     def send(self, ticket: int, order: Order) -> None:
         self._ask("send", ticket, order)
@@ -106,13 +106,14 @@ class ApartFleet:
         ]
 
     def end(self, *, now: bool) -> None:
+        """Have the process end the fleet (``Fleet.end``) and exit. It is killed after ``_END_TIMEOUT`` seconds."""
         pipe = self._pipe
         if pipe.closed:
             return
-        until = time.monotonic() + _DISMISS
+        until = time.monotonic() + _END_TIMEOUT
         with contextlib.suppress(OSError, EOFError):
             pipe.send(("end", now))
-            # What it still has to say would keep it from hearing this.
+            # While it cannot send an answer, it does not receive: read and drop answers.
             while pipe.poll(max(0.0, until - time.monotonic())):
                 pipe.recv_bytes()
         try:
@@ -128,21 +129,21 @@ class ApartFleet:
     # -- what goes through the pipe
 
     def _ask(self, *what: Any) -> Any:
-        with contextlib.suppress(OSError):  # then there is nothing to hear, either
+        with contextlib.suppress(OSError):  # then no answer arrives, either
             self._pipe.send(what)
-        return self._hear()
+        return self._receive()
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         """An answer. Raises what was raised there, and OutputError when there is no answer any more."""
         try:
-            error, answer, self._working, self._free, self._head = self._pipe.recv()
+            error, answer, self._nodes, self._slots, self._head = self._pipe.recv()
         except (OSError, EOFError):
-            raise self._lost(self._last_line()) from None
+            raise self._connection_error(self._last_line()) from None
         if error is None:
             return answer
         if error[0]:
             raise error_from_data(error, whose="")
-        raise self._lost(error[1].strip().splitlines()[-1])
+        raise self._connection_error(error[1].strip().splitlines()[-1])
 
     def _last_line(self) -> str:
         """What the engine printed last: its first sentence, without time and place."""
@@ -150,16 +151,16 @@ class ApartFleet:
         lines = [line for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         return re.sub(r"^\[[^]]*\] \S+: ", "", lines[-1]).strip().partition(". ")[0] if lines else ""
 
-    def _lost(self, said: str) -> CkptError:
-        """The connection is gone."""
-        self._working = self._free = 0
+    def _connection_error(self, said: str) -> CkptError:
+        """The error for a lost connection to the cluster. ``said``: the last line of the engine; "" for none."""
+        self._nodes = self._slots = 0
         head = self._head or self._address
         host, _, port = head.rpartition(":")
         where = [f"--on {self._name}", said and f"last words: {said}"]
         if not host or not port.isdecimal():
             return OutputError("no connection to the cluster", where=where, hint="see `ray status`")
         try:
-            create_connection((host, int(port)), _KNOCK).close()
+            create_connection((host, int(port)), _CONNECT_TIMEOUT).close()
         except (OSError, ValueError) as e:  # ValueError: no name of a host
             what = f"the head node of the cluster is gone: no answer from {head} ({getattr(e, 'strerror', '') or e})"
             hint = "start the cluster again, or omit --on"
@@ -172,8 +173,8 @@ class ApartFleet:
 # -- the process itself
 
 
-def _carried_out(fleet: Connected, method: str, given: Sequence[Any]) -> tuple[list[Any] | None, Any]:
-    """What a call raises, as data, and what it returns."""
+def _result_of(fleet: Connected, method: str, given: Sequence[Any]) -> tuple[list[Any] | None, Any]:
+    """Call a method of the fleet: (the error that it raises as data or None, what it returns)."""
     try:
         found = getattr(fleet, method)(*given)
         if method == "replies":
@@ -197,11 +198,11 @@ def _serve(engine: str, address: str, pipe: Connection[Any, Any]) -> None:
         if method == "end":
             fleet.end(now=given[0])
             return
-        pipe.send((*_carried_out(fleet, method, given), fleet.nodes(), fleet.slots(), fleet.head))
+        pipe.send((*_result_of(fleet, method, given), fleet.nodes(), fleet.slots(), fleet.head))
 
 
 def _watch() -> None:
-    """End with the process that has started this one, whatever is being waited for."""
+    """Exit when the process that has started this one ends."""
     sys.stdin.buffer.read()
     os._exit(1)
 

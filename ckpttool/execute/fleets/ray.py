@@ -32,22 +32,22 @@ from ckpttool.execute.error_data import error_from_data, on_node
 from ckpttool.execute.fleets.base import FleetJob, Order, Reply
 from ckpttool.version import __version__
 
-_DEPTH = 2
+_MAX_ORDERS = 2
 """Orders of a worker: the one that it does, and the next."""
-_STRIKES = 3
+_MAX_FAILURES = 3
 """Workers that a node may lose one after the other, without an answer, until it gets no more."""
-_LOOK_EVERY = 1.0
+_UPDATE_INTERVAL = 1.0
 """Seconds between two looks at the nodes of the cluster."""
-_FIRST, _OTHERS = 120.0, 5.0
+_FIRST_TIMEOUT, _OTHERS_TIMEOUT = 120.0, 5.0
 """Seconds to wait until a worker can begin, and then for those of other nodes, which may come later, too."""
-_REACH = 10.0
+_CONNECT_TIMEOUT = 10.0
 """Seconds to reach the cluster."""
 _ANY = ("auto", "local")
 """Addresses that are none, and that Ray understands: the cluster of this machine; a new one."""
 _SETTINGS = b"\x04"
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
 """What a client of HTTP/2, and so of gRPC, says first (RFC 9113, 3.4); the server answers with its settings."""
-_DISMISS = 10.0
+_END_TIMEOUT = 10.0
 """Seconds for workers to end in."""
 
 
@@ -57,44 +57,47 @@ def fleet(address: str) -> RayFleet:
 
 
 @dataclass(slots=True)
-class _Station:
-    """A node, and its worker."""
+class _RayNode:
+    """A node of the cluster and its worker; None where it has no worker now."""
 
-    node: str
-    """Ray's identifier of the node."""
+    identifier: str
+    """Ray's."""
     label: str
+    """The node's name in messages."""
     worker: Any = None
     ready: bool = False
     """Whether the worker has opened the job."""
     orders: int = 0
-    strikes: int = 0
+    """Orders that the worker has not answered."""
+    failures: int = 0
+    """Workers that were lost since the last answer."""
 
 
 class RayFleet:
-    """See ``Connected``."""
+    """The nodes of a Ray cluster (``Connected``)."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._ours = self._connected = False
-        self._speak: Callable[[], None] = lambda: None
-        """Takes back what made Ray quiet."""
-        self._stations: dict[str, _Station] = {}
-        self._away: dict[Any, tuple[_Station, Any, int | None]] = {}
-        """Reference to an answer -> who gives it, and the ticket; None is the word that a worker can begin."""
+        self._restore_output: Callable[[], None] = lambda: None
+        """Lets Ray print again."""
+        self._nodes: dict[str, _RayNode] = {}
+        self._pending: dict[Any, tuple[_RayNode, Any, int | None]] = {}
+        """Reference to an answer -> the node, the worker, the ticket of the order (None for the opening of the job)."""
         self._backlog: list[Reply] = []
-        self._looked = -_LOOK_EVERY
+        self._updated_at = -_UPDATE_INTERVAL
         self._job: Any = None
         self._worker_class: Any = None
         self.head = ""
-        self._trouble = ""
-        """Why the last worker could not begin."""
+        self._last_failure = ""
+        """Reason why a worker, the last such one, was lost before it had opened the job."""
 
     def start(self, job: FleetJob) -> None:
         if not self._connected:
             self._ours = not ray.is_initialized()
-            _reach(self._address)
+            _check_reachable(self._address)
             if self._ours:
-                self._speak = _hush()
+                self._restore_output = _silence_ray()
                 _connect(self._address)
             else:
                 _check_connected(self._address)
@@ -102,168 +105,170 @@ class RayFleet:
             self.head = str(ray.get_runtime_context().gcs_address)
             self._worker_class = ray.remote(_ray_worker_class())
         self._job = ray.put(job)
-        for station in self._stations.values():
-            if station.worker is not None:
-                station.ready = False
-                self._begin(station)
-        self._looked = -_LOOK_EVERY
-        self._gather()
+        for node in self._nodes.values():
+            if node.worker is not None:
+                node.ready = False
+                self._open_job(node)
+        self._updated_at = -_UPDATE_INTERVAL
+        self._await_workers()
 
-    def _gather(self) -> None:
+    def _await_workers(self) -> None:
         """Wait for workers that have opened the job."""
-        until = time.monotonic() + _FIRST
+        until = time.monotonic() + _FIRST_TIMEOUT
         while time.monotonic() < until:
             for reply in self.replies(0.1):
                 if reply.error is not None:
                     raise on_node(reply.error, reply.node)
-            coming = [s for s in self._stations.values() if s.worker is not None and not s.ready]
+            coming = [s for s in self._nodes.values() if s.worker is not None and not s.ready]
             if self.nodes():
-                until = min(until, time.monotonic() + _OTHERS) if coming else 0
-            elif self._stations and all(s.strikes >= _STRIKES for s in self._stations.values()):
+                until = min(until, time.monotonic() + _OTHERS_TIMEOUT) if coming else 0
+            elif self._nodes and all(s.failures >= _MAX_FAILURES for s in self._nodes.values()):
                 break
         if not self.nodes():
             raise OutputError(
-                f"no node of the Ray cluster can begin{self._trouble and ': '}{self._trouble}",
-                where=[s.label for s in self._stations.values()] or self._address,
+                f"no node of the Ray cluster can begin{self._last_failure and ': '}{self._last_failure}",
+                where=[s.label for s in self._nodes.values()] or self._address,
                 hint="a node needs one free CPU: see `ray status`",
             )
 
     def nodes(self) -> int:
-        return sum([s.ready for s in self._stations.values()])
+        return sum([s.ready for s in self._nodes.values()])
 
     def slots(self) -> int:
-        return _DEPTH * self.nodes()
+        return _MAX_ORDERS * self.nodes()
 
     def send(self, ticket: int, order: Order) -> None:
-        station = min([s for s in self._stations.values() if s.ready], key=lambda s: (s.orders, s.strikes))
-        station.orders += 1
-        self._away[station.worker.do.remote(order)] = (station, station.worker, ticket)
+        node = min([s for s in self._nodes.values() if s.ready], key=lambda s: (s.orders, s.failures))
+        node.orders += 1
+        self._pending[node.worker.do.remote(order)] = (node, node.worker, ticket)
 
     def replies(self, timeout: float) -> Sequence[Reply]:
-        self._look()
+        self._update_nodes()
         if not self._backlog:
-            if not self._away:
+            if not self._pending:
                 time.sleep(timeout)
                 return []
-            refs = list(self._away)
+            refs = list(self._pending)
             if ray.wait(refs, num_returns=1, timeout=timeout)[0]:
                 done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
                 for ref in done:
-                    self._hear(ref)
+                    self._receive(ref)
         found, self._backlog = self._backlog, []
         return found
 
     def end(self, *, now: bool) -> None:
-        workers = [s.worker for s in self._stations.values() if s.worker is not None]
-        idle = [s.worker for s in self._stations.values() if s.ready and not s.orders]
-        self._stations, self._away = {}, {}
+        workers = [s.worker for s in self._nodes.values() if s.worker is not None]
+        idle = [s.worker for s in self._nodes.values() if s.ready and not s.orders]
+        self._nodes, self._pending = {}, {}
         if not self._connected:
             return
         self._connected = False
         with contextlib.suppress(RayError):
             if idle and not now:
-                ray.wait([h.close.remote() for h in idle], num_returns=len(idle), timeout=_DISMISS)
+                ray.wait([h.close.remote() for h in idle], num_returns=len(idle), timeout=_END_TIMEOUT)
             for worker in workers:
                 ray.kill(worker)
             # A call of a worker fails when there is none any more.
             if workers:
-                ray.wait([w.close.remote() for w in workers], num_returns=len(workers), timeout=_DISMISS)
+                ray.wait([w.close.remote() for w in workers], num_returns=len(workers), timeout=_END_TIMEOUT)
         self._job = None
         if self._ours:
             ray.shutdown()
-            self._speak()
+            self._restore_output()
 
     # -- nodes come and go
 
-    def _look(self) -> None:
-        """See which nodes there are, and give each a worker."""
-        if time.monotonic() - self._looked < _LOOK_EVERY:
+    def _update_nodes(self) -> None:
+        """Update the list of nodes from Ray, at most once a second; start a worker on each node that has none."""
+        if time.monotonic() - self._updated_at < _UPDATE_INTERVAL:
             return
         alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1}
-        for gone in self._stations.keys() - alive.keys():
-            self._bury(self._stations.pop(gone))
-        for node, said in alive.items():
-            station = self._stations.get(node)
-            if station is None:
-                station = self._stations[node] = _Station(node, self._label(said))
-            if station.worker is None and station.strikes < _STRIKES:
-                self._add_worker(station)
-        self._looked = time.monotonic()
+        for gone in self._nodes.keys() - alive.keys():
+            self._drop_node(self._nodes.pop(gone))
+        for identifier, said in alive.items():
+            node = self._nodes.get(identifier)
+            if node is None:
+                node = self._nodes[identifier] = _RayNode(identifier, self._label(said))
+            if node.worker is None and node.failures < _MAX_FAILURES:
+                self._add_worker(node)
+        self._updated_at = time.monotonic()
 
     def _label(self, said: dict[str, Any]) -> str:
+        """A name that no other node has. ``said``: Ray's record of the node."""
         name, address = str(said.get("NodeName") or ""), str(said["NodeManagerAddress"])
         label = f"{said['NodeManagerHostname']} ({name or address})"
-        taken = label in {s.label for s in self._stations.values()}
+        taken = label in {s.label for s in self._nodes.values()}
         return f"{label[:-1]}, node {said['NodeID'][:8]})" if taken else label
 
-    def _add_worker(self, station: _Station) -> None:
-        place = NodeAffinitySchedulingStrategy(station.node, soft=False)
-        station.worker = self._worker_class.options(
+    def _add_worker(self, node: _RayNode) -> None:
+        place = NodeAffinitySchedulingStrategy(node.identifier, soft=False)
+        node.worker = self._worker_class.options(
             num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=place
         ).remote()
-        self._begin(station)
+        self._open_job(node)
 
-    def _begin(self, station: _Station) -> None:
+    def _open_job(self, node: _RayNode) -> None:
         # In a list, it is not fetched before the worker has seen that it can read it.
-        ref = station.worker.begin.remote([self._job], __version__, str(Path.cwd()))
-        self._away[ref] = (station, station.worker, None)
+        ref = node.worker.begin.remote([self._job], __version__, str(Path.cwd()))
+        self._pending[ref] = (node, node.worker, None)
 
-    def _bury(self, station: _Station) -> None:
-        """A node is gone, whatever else is heard of it."""
-        for ref in [ref for ref, (who, _, _) in self._away.items() if who is station]:
-            _, _, ticket = self._away.pop(ref)
+    def _drop_node(self, node: _RayNode) -> None:
+        """Report the orders of a node that has left the cluster as lost; later answers from it are ignored."""
+        for ref in [ref for ref, (who, _, _) in self._pending.items() if who is node]:
+            _, _, ticket = self._pending.pop(ref)
             if ticket is not None:
-                self._backlog.append(Reply(ticket, station.label, lost="the node is gone"))
-        station.ready = False
+                self._backlog.append(Reply(ticket, node.label, lost="the node is gone"))
+        node.ready = False
 
-    # -- what workers say
+    # -- answers of workers
 
-    def _hear(self, ref: Any) -> None:
-        station, worker, ticket = self._away.pop(ref)
-        if ticket is not None and worker is station.worker:
-            station.orders -= 1
+    def _receive(self, ref: Any) -> None:
+        """Turn a finished call of a worker into a reply, or note that its node is ready."""
+        node, worker, ticket = self._pending.pop(ref)
+        if ticket is not None and worker is node.worker:
+            node.orders -= 1
         try:
             said = ray.get(ref)
         except RuntimeEnvSetupError as e:
             error = UsageError(f"Ray cannot bring ckpttool to a node: {_line(e)}")
-            self._backlog.append(Reply(None, station.label, error=error))
+            self._backlog.append(Reply(None, node.label, error=error))
         except RayError as e:
-            self._lose(station, worker, ticket, e)
+            self._drop_worker(node, worker, ticket, e)
         else:
             if "unfit" in said:
-                self._backlog.append(Reply(None, station.label, error=_unfit(said)))
+                self._backlog.append(Reply(None, node.label, error=_unfit_error(said)))
             elif "error" in said:
                 error_ = error_from_data(said["error"], whose="a process of Ray")
-                self._backlog.append(Reply(ticket, station.label, error=error_))
+                self._backlog.append(Reply(ticket, node.label, error=error_))
             elif ticket is None:
-                station.ready = True
+                node.ready = True
             else:
-                station.strikes = 0
-                self._backlog.append(Reply(ticket, station.label, answer=said["answer"]))
+                node.failures = 0
+                self._backlog.append(Reply(ticket, node.label, answer=said["answer"]))
 
-    def _lose(self, station: _Station, worker: Any, ticket: int | None, why: RayError) -> None:
-        """A worker is gone."""
+    def _drop_worker(self, node: _RayNode, worker: Any, ticket: int | None, why: RayError) -> None:
+        """Forget a worker that has died, and report its order as lost. A node gets a new one in ``_update_nodes``."""
         reason = "out of memory" if "low on memory" in str(why) else "its process is gone"
-        if station.worker is worker:
-            station.worker, station.ready, station.orders = None, False, 0
-            station.strikes += 1
+        if node.worker is worker:
+            node.worker, node.ready, node.orders = None, False, 0
+            node.failures += 1
         if isinstance(why, ActorUnavailableError):  # Ray cannot tell; it shall not come back
             with contextlib.suppress(RayError):
                 ray.kill(worker)
         if ticket is None:
-            self._trouble = _line(why)
+            self._last_failure = _line(why)
         else:
-            self._backlog.append(Reply(ticket, station.label, lost=reason))
+            self._backlog.append(Reply(ticket, node.label, lost=reason))
 
 
 def _line(error: Exception) -> str:
-    """What is worth telling of an error of Ray, which are texts of many lines."""
+    """The first line of an error of Ray, which has many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
-def _unfit(said: dict[str, Any]) -> CkptError:
-    """Why this package cannot be used on a node."""
+def _unfit_error(said: dict[str, Any]) -> CkptError:
+    """The error for a node on which this package cannot be used. ``said``: the worker's answer."""
     if "module" in said:
         return UsageError(
             f"a package is not installed there: {said['module']}",
@@ -298,17 +303,17 @@ def _check_connected(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or address == here:
         return
-    with contextlib.suppress(OSError, ValueError), create_connection((host, int(port)), _REACH) as connection:
+    with contextlib.suppress(OSError, ValueError), create_connection((host, int(port)), _CONNECT_TIMEOUT) as connection:
         if f"{connection.getpeername()[0]}:{port}" == here:
             return
     hint = "pass on='ray', or call ray.shutdown() first"
     raise UsageError(f"this process is connected to another Ray cluster: {here}", where=address, hint=hint)
 
 
-def _hush() -> Callable[[], None]:
-    """Have Ray keep to itself what happens to processes, until the result is called.
+def _silence_ray() -> Callable[[], None]:
+    """Stop Ray's messages about processes until the result is called.
 
-    Ray prints it to stdout, and has no option for that. This fleet hears of it anyway, and says what matters.
+    Ray prints them to stdout, and has no option against it. This fleet gets these events as errors, and reports them.
     """
     from ray._private import worker
 
@@ -319,9 +324,10 @@ def _hush() -> Callable[[], None]:
     return lambda: setattr(worker, "print_to_stdstream", loud)
 
 
-def _reach(address: str) -> None:
-    """See that somebody answers there who may be Ray: Ray itself would ask for minutes, not quietly, and without
-    regard to Ctrl-C.
+def _check_reachable(address: str) -> None:
+    """Check that a server which may be Ray answers at an address. Raises UsageError.
+
+    Ray itself would try for minutes, with messages, and ignore Ctrl-C.
     """
     if "://" in address:
         hint = "run the command on a node of the cluster, with ray=HOST:PORT or just ray"
@@ -333,7 +339,7 @@ def _reach(address: str) -> None:
     if not host or not (port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise UsageError("the address of a Ray cluster is HOST:PORT", where=address, hint=hint)
     try:
-        with create_connection((host, int(port)), _REACH) as connection:
+        with create_connection((host, int(port)), _CONNECT_TIMEOUT) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
                 connection.sendall(_HELLO)
                 if connection.recv(4)[3:] != _SETTINGS:
@@ -353,7 +359,7 @@ def _ray_worker_class() -> type:
         worker: Any = None
 
         def begin(self, job: list[Any], expected: str, cwd: str) -> dict[str, Any]:
-            """Open a job, after any other. Says what is wrong with this node."""
+            """Open a job; one opened before is closed. Returns what is wrong with this node, {} for nothing."""
             import contextlib
             import gc
             import importlib

@@ -266,7 +266,7 @@ def _joined(first: DcpEntry, second: DcpEntry) -> DcpEntry:
 
 
 class _Objects:
-    """The values of a save that are no tensors."""
+    """The values of a save that are not tensors: numbers of the optimizer, its groups, and plain values."""
 
     def __init__(self, assigned: Assigned, catalog: Catalog) -> None:
         self.assigned, self.catalog = assigned, catalog
@@ -278,12 +278,16 @@ class _Objects:
         """The parameters of each group."""
         self.plain: dict[str, Any] = {}
         self.left: list[str] = []
+        """Names of values that are left out: no plain data, or no number where one belongs."""
 
     def add(self, entry: DcpEntry, value: Any, info: DataFile) -> None:
+        """Sort in a plain value: state of a parameter (it becomes a tensor), a field of a group, the list of all groups
+        of an optimizer, or anything else. Groups of other models' optimizers are dropped. ``info``: the value's file.
+        """
         key = self.assigned.keys.get(entry.fqn)
         group = grouped(entry)
         if key is not None:
-            self._number(key, value, info)
+            self._add_number(key, value, info)
         elif group is not None:
             if group.prefix not in self.assigned.others:
                 self.groups.setdefault(group[:2], {})[group.value] = value
@@ -294,8 +298,8 @@ class _Objects:
         else:
             self.plain[entry.fqn] = value
 
-    def _number(self, key: Key, value: Any, info: DataFile) -> None:
-        """A number that was no tensor becomes one, as the optimizer of torch has it."""
+    def _add_number(self, key: Key, value: Any, info: DataFile) -> None:
+        """Add a number to the catalog as a tensor, as torch's optimizers have it."""
         if type(value) not in (int, float):
             self.left.append(str(key))
             return
@@ -311,6 +315,7 @@ class _Objects:
         self.catalog.tensors[key] = whole_tensor(stored, key)
 
     def training(self) -> base.TrainingState | None:
+        """The groups and plain values, or None. Flat saves have a group for each parameter: equal ones are joined."""
         groups: list[base.ParamGroup] = []
         alike: dict[str, tuple[list[str], dict[str, Any], str]] = {}
         names, numbers = self.assigned.names, self.assigned.numbers

@@ -198,9 +198,10 @@ class _DeepspeedReader:
         return {n for n in (said if isinstance(said, list) else [said]) if type(n) is int}
 
     def _world(self, here: int, *, experts: bool) -> int:
-        """How many ranks the optimizer was shared out to. Raises IncompleteError and ConflictError.
+        """The number of ranks that the optimizer was partitioned over, which must be that of its files, ``here``.
 
-        With ``experts`` it may be fewer for some groups.
+        With ``experts``, groups may have different numbers of ranks. Raises IncompleteError, ConflictError and
+        UnsupportedError.
         """
         if not here:
             return 0

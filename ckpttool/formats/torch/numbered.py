@@ -61,13 +61,16 @@ def deal(
 
 
 def names_of(groups: Groups, model: Sequence[tuple[str, Shape]], held: Collection[Number]) -> dict[Number, str] | None:
-    """``deal``; None for a doubt."""
+    """``deal``, or None where a number that has state cannot be assigned for sure."""
     found = deal(groups, model, held)
     return None if isinstance(found, AmbiguousNumber) or not found.keys() >= {*held} else found
 
 
 def unknown(numbers: Iterable[Number], names: Collection[Number], *, kept: str = "they are in no group") -> list[str]:
-    """A note about numbers without state whose parameters are not known; ``kept`` says what becomes of them."""
+    """A note about numbers of an optimizer that are not in ``names``: without state, they may be several parameters.
+
+    [] when there are none. ``kept``: what becomes of them, for the note.
+    """
     lost = [n for n in numbers if n not in names]
     if not lost:
         return []

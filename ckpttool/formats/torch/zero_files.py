@@ -380,7 +380,7 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def without_prefixes(
     tensors: Sequence[StoredTensor], dtypes: Mapping[Key, str], training: base.TrainingState, where: str
 ) -> tuple[list[StoredTensor], dict[Key, str], base.TrainingState, list[str]]:
-    """The same under the names that the model itself gives its parameters, and notes."""
+    """Tensors, dtypes and groups with the model's own names (``strip_prefixes``), and notes."""
     new, note = strip_prefixes(dict.fromkeys(t.name for t in tensors), where)
     if not note:
         return list(tensors), dict(dtypes), training, []

@@ -252,7 +252,10 @@ def no_object(where: str) -> OSError:
 
 
 def unlisted(e: OSError | CkptError, where: str, address: str) -> OSError | CkptError:
-    """The error for an answer to a listing: 404 comes from something else than an object store."""
+    """The error for a listing that failed: AccessError in place of FileNotFoundError, others as they are.
+
+    404 to a listing comes from a server that is not an object store.
+    """
     if not isinstance(e, FileNotFoundError):
         return e
     what = "the answer is not one of an object store: 404 to a listing"
