@@ -61,17 +61,10 @@ class Layers:
 
     def by_row(self, join: Join) -> list[float | None]:
         """One joined value for each layer."""
-        return [join(at) for at in self._along(0, len(self.rows))]
-
-    def by_module(self, join: Join) -> list[float | None]:
-        """One joined value for each module."""
-        return [join(at) for at in self._along(1, len(self.modules))]
-
-    def _along(self, axis: int, n: int) -> list[list[int]]:
-        out: list[list[int]] = [[] for _ in range(n)]
-        for place, at in self.cells.items():
-            out[place[axis]] += at
-        return out
+        tensors: list[list[int]] = [[] for _ in self.rows]
+        for (row, _), at in self.cells.items():
+            tensors[row] += at
+        return [join(at) for at in tensors]
 
 
 def by_layer(names: Sequence[str]) -> Layers:
@@ -96,11 +89,6 @@ def by_layer(names: Sequence[str]) -> Layers:
 
 
 # -- how values are joined
-
-
-def total(values: Sequence[float | None]) -> Join:
-    """Their sum."""
-    return lambda at: sum(some) if (some := _known(values, at)) else None
 
 
 def norm(values: Sequence[float | None]) -> Join:

@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 # -- programs
 
 
-def program_json(program: Program) -> dict[str, Any]:
-    """A program in JSON answers, here and in inspect."""
-    return {
-        **pick(program, "kind version trainable"),
-        "operators": program.operators.total(),
-        "blocks": program.blocks,
-        "by_operator": dict(program.operators.most_common()),
-        "inputs": [pick(p, "name dtype shape") for p in program.inputs],
-        "outputs": [pick(p, "name dtype shape") for p in program.outputs],
-    }
-
-
 def program_lines(program: Program) -> list[str]:
     """A few lines for people: version, operators, what goes in and out."""
     most = [f"{n} {op}" for op, n in program.operators.most_common(_MOST)]
@@ -146,15 +134,9 @@ def check_document(result: CheckResult, repaired: Repaired | None = None) -> Doc
             yield Paragraph(f"{f.severity} {f.id}: {where}{plain(f.text)}{hint}", quiet=True)
         yield from [Message(f"note: {plain(note)}") for note in result.notes]
         checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
-        yield Paragraph(f"{plain(str(result.path))}: {counted(result)}" + (f" in {checked}" if checked else ""))
+        yield Paragraph(f"{plain(str(result.path))}: {result.counts}" + (f" in {checked}" if checked else ""))
 
     return Document(json, sections, entries=len(result.findings))
-
-
-def counted(result: CheckResult) -> str:
-    """``1 error, 2 warnings, 3 info``."""
-    errors, warnings, infos = (sum(f.severity == s for f in result.findings) for s in ("error", "warning", "info"))
-    return f"{count(errors, 'error')}, {count(warnings, 'warning')}" + (f", {infos} info" if infos else "")
 
 
 _PLURALS = {"index": "indexes"}

@@ -219,15 +219,9 @@ def _tensors(survey: ReportContents, listing: TensorListing) -> PageTensors:
         columns += _apart(survey.diff, listing)
     columns += [
         {"id": "file", "title": "File", "kind": "code", "values": [files[r.file] for r in rows]},
-        {
-            "id": "offset",
-            "title": "Offset",
-            "kind": "count",
-            "values": [r.offset if r.file >= 0 else None for r in rows],
-            "hidden": True,
-            "help": "The byte of the file at which its first piece begins",
-        },
     ]
+    offsets = _hidden("offset", "Offset", "count", [r.offset if r.file >= 0 else None for r in rows])
+    columns.append({**offsets, "help": "The byte of the file at which its first piece begins"})
     if survey.holders:
         ranks: Column = {"id": "ranks", "title": "Ranks", "kind": "text", "values": list(survey.holders)}
         columns.append({**ranks, "help": "The ranks that hold some of it"})
@@ -288,16 +282,10 @@ def _apart(diff: DiffResult, listing: TensorListing) -> list[Column]:
         compared = row.component in diff.by_component and row.name not in alone and not diff.renamed
         far.append(0.0 if compared and diff.tolerance is None else None)
         angle.append(None)
-    told = "Norm of the difference by the norm of the other side's tensor"
+    norms, same = "Norm of the difference by the norm of the other side's tensor", "1 where the direction is equal"
     return [
-        {"id": "relative", "title": "Change", "kind": "number", "values": far, "help": told},
-        {
-            "id": "cosine",
-            "title": "Cosine",
-            "kind": "number",
-            "values": angle,
-            "help": "1 where the direction is equal",
-        },
+        {"id": "relative", "title": "Change", "kind": "number", "values": far, "help": norms},
+        {"id": "cosine", "title": "Cosine", "kind": "number", "values": angle, "help": same},
     ]
 
 

@@ -298,7 +298,7 @@ def test_a_hundred_thousand_tensors_would_be_less_than_2_mb(monkeypatch: pytest.
         bins = np.exp(-0.5 * (np.linspace(a, b, 20) / s) ** 2)
         stats = Stats(6336, a, b, float(mean), s, max(b, -a), 0, 0, int(rng.poisson(9)), None)
         values.append(Values(row, stats, Histogram((), tuple(map(int, rng.poisson(600 * bins))))))
-    found = ReportContents(PageView(choice=TensorChoice(), stats=True), Path("x"), CheckResult(Path("x")))
+    found = ReportContents(PageView(choice=TensorChoice(), stats=True), Path("x"), CheckResult(Path("x")), [])
     stored = StoredCheckpoint("hf", Path("x"), [], [], Mesh())
     found.listing = TensorListing(Path("x"), stored, rows, n, logical=True, notes=[], options=OpenOptions(), every=rows)
     found.values = tuple(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckpttool.answers.by_layer import LayerRow, by_layer, largest, norm, relative, share, smallest, total
+from ckpttool.answers.by_layer import LayerRow, by_layer, largest, norm, relative, share, smallest
 
 NAMES = [
     "lm_head.weight",
@@ -28,13 +28,12 @@ def test_rows_are_layers_in_order_and_experts_are_one_module() -> None:
 def test_stacks_stay_apart() -> None:
     found = by_layer(["encoder.layers.0.w", "encoder.layers.1.w", "decoder.layers.0.w"])
     assert found.labels == ("encoder.layers.0", "encoder.layers.1", "decoder.layers.0")
-    assert found.by_row(total([1, 2, 4])) == [1, 2, 4]
+    assert found.by_row(largest([1, 2, 4])) == [1, 2, 4]
 
 
-def test_sums_by_layer_and_by_module() -> None:
+def test_values_are_joined_by_layer_and_module() -> None:
     found, values = by_layer(NAMES), [1.0, 2.0, 4.0, 8.0, 16.0, None]
-    assert found.by_row(total(values)) == [3, 24, 4]
-    assert found.by_module(total(values)) == [1, 2, 4, 24, None]
+    assert found.by_row(largest(values)) == [2, 16, 4]
     assert found.grid(largest(values)) == [
         [1, 2, None, None, None],
         [None, None, None, 16, None],
@@ -53,11 +52,11 @@ def test_norms_shares_and_changes() -> None:
 
 def test_no_names() -> None:
     found = by_layer([])
-    assert (found.rows, found.modules, found.grid(total([]))) == ((), (), [])
+    assert (found.rows, found.modules, found.grid(largest([]))) == ((), (), [])
 
 
 def test_hostile_names() -> None:
     names = ["", ".", "0", "layers.0", "layers.99999999999999999999.w", "a\n.0.b", "a.0.0.0.", "a." + "1." * 50 + "b"]
     found = by_layer(names)
     assert sorted(i for at in found.cells.values() for i in at) == list(range(len(names)))
-    assert len(found.grid(total([1.0] * len(names)))) == len(found.labels)
+    assert len(found.grid(largest([1.0] * len(names)))) == len(found.labels)

@@ -20,7 +20,7 @@ from ckpttool.core.words import natural, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import run_at
-from ckpttool.formats.runs import RunSave, TrainingRun, is_run, names_in, unwritten
+from ckpttool.formats.runs import RunSave, TrainingRun, names_in, unwritten
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
 from ckpttool.storage.listing import WEIGHTS
@@ -97,11 +97,6 @@ def list_run(src: AnyPlace, options: OpenOptions) -> RunListing:
     rows = _with_marks(run, rows)
     resume, because = _resume(run, rows)
     return RunListing(path, rows, resume, because, [*notes, *_warnings(run, rows, resume)])
-
-
-def is_listed(path: Place) -> bool:
-    """Whether a source that is no checkpoint itself is a directory of several."""
-    return is_run(run_at(path))
 
 
 def pick_save(src: AnyPlace, name: str) -> Place:

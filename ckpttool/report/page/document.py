@@ -1,8 +1,10 @@
 """What a report holds: the document that `render` makes a page of, and that `--json` prints.
 
 A document is plain data. Who makes one says what is to be seen, never how: a section has a kind, and the page has one
-function for each kind. Every text may hold anything, because names of tensors and files do: the page shows it as text.
-Texts are one line unless it says otherwise. A number may be None (unknown), NaN or infinite.
+function for each kind. It is the contract with the scripts of the page and the JSON of a report: unlike a document of
+``answers.document``, it holds no callables and nothing that a terminal needs. Every text may hold anything, because
+names of tensors and files do: the page shows it as text. Texts are one line unless it says otherwise. A number may be
+None (unknown), NaN or infinite.
 """
 
 from __future__ import annotations

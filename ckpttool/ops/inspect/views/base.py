@@ -70,7 +70,7 @@ class InspectedSource(NamedTuple):
 
 
 @dataclass_transform(kw_only_default=True)
-@dataclass(eq=False, repr=False, kw_only=True)
+@dataclass(init=False, eq=False, repr=False, kw_only=True)
 class View(ABC, Generic[A_co]):
     """A question about a checkpoint; its subclasses are dataclasses, too.
 
@@ -79,8 +79,11 @@ class View(ABC, Generic[A_co]):
     """
 
     def __init_subclass__(cls) -> None:
-        # Every command makes all views to know its options: methods that nothing calls would cost it 20 ms.
-        dataclass(eq=False, repr=False, kw_only=True)(cls)
+        dataclass(init=False, eq=False, repr=False, kw_only=True)(cls)
+
+    # Each command makes the classes of all views to know its options: generated methods would cost it 20 ms.
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)  # defaults are the class's
 
     choice: TensorChoice
     """Of tensors."""
@@ -158,11 +161,16 @@ def narrows(choice: TensorChoice) -> bool:
 
 
 @dataclass_transform()
+@dataclass(init=False, eq=False, repr=False)
 class ViewAnswer(ABC):
     """What a view has found; its subclasses are dataclasses."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(eq=False, repr=False)(cls)
+        dataclass(init=False, eq=False, repr=False)(cls)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        names = [f.name for f in fields(self)]
+        vars(self).update(zip(names, given, strict=False), **named)
 
     name: ClassVar[str]
     """``view`` in JSON."""

@@ -8,7 +8,7 @@ broken checkpoint has findings, and no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -67,7 +67,7 @@ class PageView(ComparingView["ReportContents"]):
 
         only, values = tuple(self.choice.components), self.checks_elements
         found = check(at.src, at.options, at.progress, values=values, only=only, fleet=at.fleet, sums=self.check)
-        out = ReportContents(self, parse_place(at.src), found)
+        out = ReportContents(self, parse_place(at.src), found, [])
         out.listing = listing = out.tried(lambda: at.tensors(replace(self.choice, sort="name"), stored_too=True))
         if listing is None:
             if found.ok or not found.checked.get("file"):
@@ -93,6 +93,8 @@ class ReportContents(ViewAnswer):
     view: PageView
     path: Place
     check: CheckResult
+    failures: list[CkptError]
+    """Why something is not there that was asked for."""
     listing: TensorListing | None = None
     layout: Layout | None = None
     """Which ranks hold what, where there are several."""
@@ -101,8 +103,6 @@ class ReportContents(ViewAnswer):
     values: tuple[Values, ...] = ()
     """Statistics and histogram of each tensor of the listing; () where they were not asked for."""
     diff: DiffResult | None = None
-    failures: list[CkptError] = field(default_factory=list)
-    """Why something is not there that was asked for."""
 
     @property
     def ok(self) -> bool:
