@@ -257,7 +257,7 @@ class _CheckedConnection(HTTPConnection):
     def ask(self, method: str, target: str, headers: Mapping[str, str], body: memoryview | None) -> Any:
         """Python's own answer: what urllib3 makes of it copies each byte twice, and costs more than a small one."""
         pieces: Any = None if body is None else (body[at : at + PIECE] for at in range(0, len(body), PIECE))
-        plain = super(HTTPConnection, self)
+        plain: Any = super(HTTPConnection, self)
         with suppress(BrokenPipeError, ConnectionResetError):  # there may be an answer: it wants no more of the body
             plain.request(method, target, pieces, headers)
         self.pace.begin()
@@ -436,11 +436,11 @@ class Connections:
 
 
 def _through(proxy: str, options: dict[str, Any]) -> ProxyManager:
-    parts = urlsplit(proxy)
-    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username is not None else None
-    host = Host("http", parts.hostname or "", parts.port or 80)
-    headers = make_headers(proxy_basic_auth=login)
-    return ProxyManager(f"http://{host.bracketed}:{host.port}", proxy_headers=headers, **options)
+    login, at, address = urlsplit(proxy).netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    text = f"{unquote(user)}:{unquote(password)}".encode().decode("latin-1")  # make_headers sends Latin-1
+    headers = make_headers(proxy_basic_auth=text) if at else None
+    return ProxyManager(f"http://{address}", proxy_headers=headers, **options)
 
 
 def _addresses(name: str, port: int) -> list[str]:
@@ -464,22 +464,19 @@ def _open(conn: _CheckedConnection, pool: HTTPConnectionPool, host: Host, *, is_
 
 def _tls() -> ssl.SSLContext:
     bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-    if bundle and not os.environ.get("SSL_CERT_FILE"):
-        is_directory = os.path.isdir(bundle)  # noqa: PTH112
-        try:
-            context = ssl.create_default_context(
-                cafile=None if is_directory else bundle, capath=bundle if is_directory else None
-            )
-        except OSError as e:
-            raise OSError(f"the certificates in {bundle} cannot be read: {e.strerror}") from None
-    else:
-        context = ssl.create_default_context()
-        paths = ssl.get_default_verify_paths()
-        if not (paths.cafile or paths.capath):  # a container without certificates
-            with suppress(ImportError):
-                import certifi
+    bundle = None if os.environ.get("SSL_CERT_FILE") else bundle
+    kind = "capath" if bundle and os.path.isdir(bundle) else "cafile"  # noqa: PTH112
+    where: dict[str, Any] = {kind: bundle}
+    try:
+        context = ssl.create_default_context(**where)
+    except OSError as e:
+        raise OSError(f"the certificates in {bundle} cannot be read: {e.strerror}") from None
+    paths = ssl.get_default_verify_paths()
+    if not (bundle or paths.cafile or paths.capath):  # a container without certificates
+        with suppress(ImportError):
+            import certifi
 
-                context.load_verify_locations(certifi.where())
+            context.load_verify_locations(certifi.where())
     own = os.environ.get("AWS_CA_BUNDLE")  # of a store in one's own network, as boto3 reads it
     if own:
         context.load_verify_locations(own)

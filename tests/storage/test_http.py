@@ -711,7 +711,7 @@ def test_urls_are_shown_without_secrets() -> None:
 def test_a_proxy_of_the_environment_is_asked(
     server: WebServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", server.url.replace("://", "://me:pass%40word@"))
+    monkeypatch.setenv("http_proxy", server.url.replace("://", "://me:pass%40word%E2%82%AC@"))
     monkeypatch.setenv("no_proxy", "")
     server.on("http://files.example/f", lambda _, r: r.but(status=200, body=b"proxied", Content_Length="7"))
     with patch("ckpttool.storage.network.getaddrinfo", side_effect=answers({"files.example": ["8.8.8.8"]})):
@@ -720,7 +720,7 @@ def test_a_proxy_of_the_environment_is_asked(
         assert (asked.path, asked.query) == ("http://files.example/f", "q=1")
         assert (asked.headers["host"], asked.headers["proxy-authorization"]) == (
             "files.example",
-            "Basic bWU6cGFzc0B3b3Jk",
+            "Basic bWU6cGFzc0B3b3Jk4oKs",
         )
         # What the proxy would look up for others is looked at here first.
         server.on("http://files.example/g", redirect("http://169.254.169.254/latest"))
