@@ -152,12 +152,12 @@ class Hybrid:
         pad_vocab=False,
         multi_directory=True,
         optimizer_shards=True,
-        sharding_versions=("v1", "v2"),
         own_files=r"model_state\..*\.pdparams",
         fp32_masters="dropped",
         default_target=True,
         states="paddle",
     )
+    sharding_versions = ("v1", "v2")
     ema = False
 
     def detect(self, listing: Listing) -> int:
