@@ -805,8 +805,8 @@ def test_writers_load_neither_torch_nor_what_reaches_other_machines(tmp_path: Pa
 
 
 MOST_RETURNS = {"llama_tp8 --tp-out 2": 14, "paddle_zcc/ep2_tp2_sharding2_ema --to unified --tp-out 1": 19}
-"""Of a reshard of a fixture, to a room that it was in before. They may only fall; `python scripts/count_room_moves.py -v
--- ARGUMENTS` has stars at them. Group what is asked of one room."""
+"""How often a reshard of a fixture returns to a room that it was in before. The numbers may only fall;
+`python scripts/count_room_moves.py -v -- ARGUMENTS` has stars at them. Group what is asked of one room."""
 
 
 @pytest.mark.parametrize("command", MOST_RETURNS)
