@@ -15,7 +15,7 @@ from ckpttool.core.files import AnyPlace, Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, dialect, recognize
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats.base import Capabilities, OpenOptions, StoredCheckpoint
+from ckpttool.formats.base import Capabilities, ChecksItself, OpenOptions, StoredCheckpoint
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
@@ -48,6 +48,11 @@ class Checkpoint:
     def capabilities(self) -> Capabilities:
         """The abilities of its format."""
         return reader(self.stored.format).capabilities
+
+    @property
+    def is_program(self) -> bool:
+        """Whether these are the parameters of a program, which needs each of them."""
+        return isinstance(reader(self.stored.format), ChecksItself)
 
     @property
     def mesh(self) -> Mesh:

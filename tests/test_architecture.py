@@ -264,13 +264,9 @@ def format_problems(found: list[Source]) -> Iterator[str]:
 # Fields of ``formats.base.Capabilities`` that one format alone sets. The set may only shrink: what one format does
 # differently is a method of its class.
 ONE_SETTER = {
-    "exact",
     "keeps_form",
-    "keeps_names",
     "local_layers",
     "ragged_experts",
-    "sharding_versions",
-    "whole",
 }
 
 # Names without leading underscores that more than one class has. It may only fall, below 30 at last: lower it to what
@@ -623,7 +619,11 @@ BAD = {
         "a circle of folders",
     ),
     "circle of a folder and a module": ("execute/machines/node.py", "from .. import engine", "a circle of folders"),
-    "capability": ("formats/vllm.py", "X = base.Capabilities(odd=True, whole=())", "capability odd has one setter"),
+    "capability": (
+        "formats/vllm.py",
+        "X = base.Capabilities(odd=True, keeps_form=True)",
+        "capability odd has one setter",
+    ),
     "class names": (
         "core/plan.py",
         "".join(f"class A{i}: pass\nclass _A{i}: pass\n" for i in range(MOST_SHARED_NAMES + 1)),
@@ -673,7 +673,7 @@ GOOD = {
     "formats/base.py": "from ckpttool.core.catalog import Catalog\nfrom ckpttool.version import V",
     "storage/listing.py": "from ckpttool.errors import Error",
     "containers/safetensors.py": "from ckpttool.storage.listing import Listing",
-    "formats/dcp.py": "X = Capabilities(whole=())",
+    "formats/dcp.py": "X = Capabilities(keeps_form=True)",
     "formats/config.py": "from re import compile",
     "formats/hf.py": "from ckpttool.containers.safetensors import read\nfrom .config import field",
     "formats/paddle/__init__.py": "from . import names",
@@ -804,16 +804,27 @@ def test_writers_load_neither_torch_nor_what_reaches_other_machines(tmp_path: Pa
         assert any((tmp_path / f"dst{i}").iterdir())
 
 
-MOST_RETURNS = 14
-"""Of a reshard, to a room that it was in before. It may only fall; `python scripts/count_room_moves.py -v` has stars at
-them. Group what is asked of one room."""
+MOST_RETURNS = {"llama_tp8 --tp-out 2": 14, "paddle_zcc/ep2_tp2_sharding2_ema --to unified --tp-out 1": 19}
+"""How often a reshard of a fixture returns to a room that it was in before. The numbers may only fall;
+`python scripts/count_room_moves.py -v -- ARGUMENTS` has stars at them. Group what is asked of one room."""
 
 
-def test_a_reshard_goes_only_down_and_seldom_back() -> None:
+@pytest.mark.parametrize("command", MOST_RETURNS)
+def test_a_reshard_goes_only_down_and_seldom_back(tmp_path: Path, command: str) -> None:
     """Until its plan is made, no room calls one that stands below it in ROWS: nothing is handed down to be called."""
     script = ROOT / "scripts/count_room_moves.py"
-    done = subprocess.run([sys.executable, script, "-v"], capture_output=True, text=True, timeout=120, check=False)
+    source, *flags = command.split()
+    arguments: list[Path | str] = [
+        sys.executable,
+        script,
+        "-v",
+        "--",
+        ROOT / "fixtures" / source,
+        tmp_path / "dst",
+        *flags,
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r" moves between rooms, (\d+) of them upwards, (\d+) returns\n$", done.stdout)
     assert found, done.stdout + done.stderr
     assert int(found[1]) == 0, done.stdout
-    assert 0 < int(found[2]) <= MOST_RETURNS, done.stdout
+    assert 0 < int(found[2]) <= MOST_RETURNS[command], done.stdout

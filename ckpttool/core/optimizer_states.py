@@ -46,4 +46,6 @@ def number_bytes(value: float) -> tuple[str, bytes]:
     try:
         return ("I64", struct.pack("<q", value)) if isinstance(value, int) else ("F64", struct.pack("<d", value))
     except struct.error as e:
-        raise UnsupportedError(f"{value!s:.40} has more than 64 bits", hint="leave the optimizer out") from e
+        raise UnsupportedError(
+            f"{value!s:.40} has more than 64 bits", hint="omit the optimizer with --only model"
+        ) from e

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.containers.index import IndexRules
 from ckpttool.containers.safetensors import lay_out, read_header, tensor_bytes
@@ -242,8 +242,6 @@ class Capabilities(NamedTuple):
     """False: a vocabulary that tp does not divide is whole on every rank, or refused."""
     vocab_multiple: int = 1
     """The padded vocabulary is a multiple of this."""
-    whole: tuple[str, ...] = ()
-    """Patterns of tensors that are not cut, whatever the family's rules say."""
     ragged_experts: bool = False
     """True: ranks may hold different numbers of experts."""
     vocab_multiple_per_tp: bool = False
@@ -258,8 +256,6 @@ class Capabilities(NamedTuple):
     """A save may lie in several directories (--also), each written by another node."""
     optimizer_shards: bool = False
     """Optimizer state may be shared out over --sharding-out ranks."""
-    sharding_versions: tuple[str, ...] = ()
-    """Values of --sharding-version."""
     fp32_masters: str = "kept"
     """For a parameter that is float32 itself, a master weight is ``added``, ``dropped``, or ``kept`` as it is."""
     records_shapes: bool = False
@@ -273,10 +269,6 @@ class Capabilities(NamedTuple):
     keeps_form: bool = False
     """Whole tensors as they were published: they keep the form of their family that they have, and parts of a directory
     of several models have this format."""
-    keeps_names: bool = False
-    """A checkpoint that is read in this format and written in it keeps the names of its dialect."""
-    exact: bool = False
-    """A checkpoint's tensors are given: none may be left out."""
     indexes: IndexRules | None = None
     """Rules for the indexes that lie beside its files."""
     default_target: bool = False
@@ -387,7 +379,7 @@ class FormatCheck(NamedTuple):
 
 @runtime_checkable
 class ChecksItself(Protocol):
-    """A reader of files that have nothing in common with those of a checkpoint of a model."""
+    """A reader of a program and its parameters. The program determines its tensors: none may be left out or added."""
 
     name: str
 
@@ -420,6 +412,29 @@ class DropsInPlace(Protocol):
 
     def without(self, stored: StoredCheckpoint, catalog: Catalog, lost: Collection[str]) -> Remainder | None:
         """The files without the parameters ``lost``; None where they cannot stay what they are."""
+
+
+@runtime_checkable
+class HoldsWhole(Protocol):
+    """A format whose ranks hold some tensors whole, whatever the family's rules say."""
+
+    whole: tuple[str, ...]
+    """Patterns of the names of these tensors."""
+
+
+@runtime_checkable
+class KeepsNames(Protocol):
+    """A format whose files keep their names when they are written in the same format, whatever software has them."""
+
+    keeps_names: Literal[True]
+
+
+@runtime_checkable
+class VersionedShards(Protocol):
+    """A format that has several ways to share out the optimizer's state."""
+
+    sharding_versions: tuple[str, ...]
+    """Values of --sharding-version."""
 
 
 @runtime_checkable

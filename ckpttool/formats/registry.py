@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 def _read_part(listing: Listing) -> StoredCheckpoint:
     """A model that lies in a directory of several."""
     alone = [f for f in READERS.values() if not isinstance(f, MultiPart)]
-    return detect(listing, alone).read(listing, ReadOptions())
+    return detected(listing, alone).read(listing, ReadOptions())
 
 
 READERS: dict[str, Reader] = {
@@ -128,8 +128,11 @@ def _named(known: Mapping[str, _T], name: str, option: str) -> _T:
     return known[name]
 
 
-def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
-    """The format that a source looks most like. Raises ConflictError with the candidates when several are equal."""
+def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader | None:
+    """The format that a source looks most like; None for no format.
+
+    Raises ConflictError with the candidates when several are equal, RunError for a directory of several checkpoints.
+    """
     found = _surest(listing, among)
     if len(found) == 1:
         return found[0]
@@ -140,6 +143,14 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
             hint=f"choose one: {' or '.join('--from ' + f.name for f in found)}",
         )
     _refuse_run(listing)
+    return None
+
+
+def detected(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
+    """As ``detect``. Raises UnsupportedError for no format, with what the source is instead."""
+    found = detect(listing, among)
+    if found is not None:
+        return found
     folders = _folders(listing)
     below = lost(listing) or (_below(listing.root, folders) if isinstance(listing.root, Path) else "")
     stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
@@ -278,7 +289,7 @@ def choose(listing: Listing, name: str, options: ReadOptions) -> Reader:
         return reader(name)
     if options.rank_pattern:
         return READERS["ranks"]
-    found = detect(listing)
+    found = detected(listing)
     published = any(is_index(n) or n == "model.safetensors" for n in listing.names)
     if found.name == "hf" and not published and any(v > 1 for v in options.from_flags().values()):
         return READERS["ranks"]  # the flags say that files are ranks; only the names did not show it
@@ -315,7 +326,7 @@ def _refuse_part(path: Place) -> None:
         raise UsageError(
             f"this is one of the {files} files of a checkpoint",
             where=str(path),
-            hint=f"give their directory: {path.parent}; or --from {detect(list_source(path)).name}, which takes the"
+            hint=f"give their directory: {path.parent}; or --from {detected(list_source(path)).name}, which takes the"
             " tensors of this file for a model",
         )
 

@@ -871,7 +871,7 @@ def propagate_to_component(
             lost = sources[found.index(None)]
             raise IncompleteError(
                 f"`{view.name}` is made of several tensors, and `{lost.key.name}` has no {state or component}",
-                hint="keep the tensors apart (--unfuse), or leave the component out with --only",
+                hint="keep the tensors apart (--unfuse), or omit the component with --only",
             )
         key = Key(view.name, component, state)
         if all(_is_number(t, s) for s, t in zip(sources, there, strict=True)):
@@ -884,7 +884,7 @@ def propagate_to_component(
                 raise ConflictError(
                     f"`{t.key}` is {list(t.shape)}, its parameter is {list(s.shape)}",
                     where=[catalog.place(p.stored) for p in t.pieces[:1]],
-                    hint="an optimizer whose state has other shapes (Adafactor, 8 bits) cannot be carried: leave it out"
+                    hint="an optimizer whose state has other shapes (Adafactor, 8 bits) cannot be carried: omit it"
                     " with --only model"
                     if component == "optimizer"
                     else None,

@@ -10,7 +10,7 @@ from ckpttool.aoa import apply_aoa, read_aoa
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dialects import PUBLISHED, Dialect, NamingContext, Shapes, Statements, dialect
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import StoredCheckpoint, Writer
+from ckpttool.formats.base import KeepsNames, StoredCheckpoint, Writer
 from ckpttool.formats.config import quantization
 from ckpttool.layout.packed import find_packing
 from ckpttool.layout.statements import Fuse, Rename, Transpose, inverse
@@ -39,7 +39,7 @@ def choose_dialect(source: Checkpoint, target: Target, writer: Writer) -> tuple[
         if stored.dialect in source.family.spec.hf_namings and not memory:
             ours = source.dialect
         if stored.format == writer.name:
-            ours = source.dialect if writer.capabilities.keeps_names else ours
+            ours = source.dialect if isinstance(writer, KeepsNames) else ours
             fused = fused or stored.fused
     return ours, fused
 

@@ -13,7 +13,7 @@ from ckpttool.core.dtypes import CASTABLE
 from ckpttool.core.geometry import Box
 from ckpttool.core.patterns import compile_pattern
 from ckpttool.errors import ConflictError
-from ckpttool.formats.base import TransposedOnDisk
+from ckpttool.formats.base import HoldsWhole, TransposedOnDisk
 from ckpttool.formats.config import quantization
 from ckpttool.layout.family import Family
 from ckpttool.layout.packed import find_packing
@@ -59,7 +59,8 @@ def share_out(
     packed = packing.parts(named.names) if packing is not None else ()
     single = (*capabilities.float32, *kept_single(goal, components))
     cast = _output_dtype(named.names, goal.dtype, packed, single)
-    family = source.family.with_whole((*capabilities.whole, *named.uncut))
+    own = goal.writer.whole if isinstance(goal.writer, HoldsWhole) else ()
+    family = source.family.with_whole((*own, *named.uncut))
     chosen = chosen_ranks(goal.target, goal.mesh)
     held = _partitioner(family, goal, named, cast).run(named.ruled, chosen)
     if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:
@@ -77,7 +78,7 @@ def share_out(
     if isinstance(goal.writer, TransposedOnDisk):
         prefix = goal.dialect.prefix(views.table)
         turned = partial(goal.writer.turned, version=goal.context.version, prefix=prefix, config=goal.context.config)
-        ranks = [RankTensors((_turned(turned, r, stored) for r in rank), share_index_with=like) for rank in ranks]
+        ranks = [_as_on_disk(rank, turned, stored, RankTensors(share_index_with=like)) for rank in ranks]
     return RankShares(family, chosen, ranks, tables, read, stored, dtypes)
 
 
@@ -167,6 +168,15 @@ def _check_vocabulary(ranks: Sequence[Sequence[RankTensor]], tables: Collection[
             where=str(source.path / "config.json"),
             hint=f"set vocab_size to {odd.whole[0]} in config.json",
         )
+
+
+def _as_on_disk(
+    rank: RankTensors, turned: Callable[[str, int], bool], table: dict[str, DerivedTensor], out: RankTensors
+) -> RankTensors:
+    """The tensors of ``rank`` as the format's files hold them, added to ``out``; ``table`` gets their views."""
+    for r in rank:
+        out.append(_turned(turned, r, table))
+    return out
 
 
 def _turned(turned: Callable[[str, int], bool], r: RankTensor, table: dict[str, DerivedTensor]) -> RankTensor:

@@ -52,7 +52,7 @@ _SGD = "dampening"
 _ACCUMULATOR = re.compile(r"\w+_\d+")
 """Names that Paddle's optimizers give to their state."""
 
-_LEAVE = "--only model and --only master_weights leave the optimizer out"
+_LEAVE = "omit the optimizer with --only model --only master_weights"
 
 
 class Powers:
@@ -290,7 +290,7 @@ class _Translator:
                 "the powers of the betas are not those of betas"
                 f" {','.join(f'{b:g}' for b in betas.values())} after any number of steps",
                 where=where,
-                hint=self._suggest(powers) or f"give the betas of the training run with --betas; {_LEAVE}",
+                hint=self._suggest(powers) or f"give the betas of the training run with --betas; or {_LEAVE}",
             )
         if first < last:
             raise UnsupportedError(
@@ -321,7 +321,7 @@ class _Translator:
             raise IncompleteError(
                 f"the checkpoint does not say the betas of Adam, and `{key.state}` cannot be translated without them",
                 where=[str(self.source.path), key.name],
-                hint=f"{self._suggest(powers) or 'pass them: --betas 0.9,0.999'}; {_LEAVE}",
+                hint=f"{self._suggest(powers) or 'pass them: --betas 0.9,0.999'}; or {_LEAVE}",
             )
         return self.used.setdefault(key.name, betas)
 

@@ -11,7 +11,7 @@ from ckpttool.core.files import Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, NamingContext, dialect
 from ckpttool.errors import UsageError
-from ckpttool.formats.base import Capabilities, Writer
+from ckpttool.formats.base import Capabilities, VersionedShards, Writer
 from ckpttool.layout.assemble import EXPERT
 
 WEIGHTS = ("model", "adapter")
@@ -117,8 +117,8 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
         yield f"--betas has no effect with {to}, which holds no optimizer", "omit it"
     if target.native_names and not dialect(writer.dialect).versions:
         yield f"--native-names has no effect with {to}", "omit it"
-    if target.sharding_version and (sharding == 1 or not can.sharding_versions):
-        why = "without --sharding-out 2 or more" if can.sharding_versions else f"with {to}"
+    if target.sharding_version and (sharding == 1 or not isinstance(writer, VersionedShards)):
+        why = "without --sharding-out 2 or more" if isinstance(writer, VersionedShards) else f"with {to}"
         yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
     shared = can.optimizer_shards and sharding > 1
     if target.dtype and can.fp32_masters == "dropped" and shared and not _masters_itself(source):

@@ -51,7 +51,7 @@ def _renamed(groups: Sequence[ParamGroup], views: TensorTable) -> tuple[ParamGro
             names = [groups[g].parameters[i] for g, i in found]
             raise ConflictError(
                 f"`{name}` is made of tensors that the optimizer treats differently: `{names[0]}` and `{names[-1]}`",
-                hint="keep the tensors apart (--unfuse), or leave the optimizer out with --only model",
+                hint="keep the tensors apart (--unfuse), or omit the optimizer with --only model",
             )
         members[first].append((at, order, name))
     return tuple(

@@ -149,7 +149,7 @@ def test_vectors_of_a_fused_optimizer(second: bool, tmp_path: Path) -> None:
     torch_save(value, tmp_path / "run/global_step5/mp_rank_00_model_states.pt")
     (tmp_path / "run/latest").write_text("global_step5")
     if second:
-        said = "nothing says which of the parameters are in the vectors of its groups"
+        said = "the save does not record which of the parameters are in the vectors of its groups"
         assert said in refused(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
         assert said in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
         return

@@ -888,7 +888,7 @@ def test_a_weight_that_the_meta_lacks(saved: Path) -> None:
 def test_an_optimizer_without_names(tmp_path: Path) -> None:
     root = Save(shards=2).write(tmp_path)
     (root / "model_meta.json").unlink()
-    error = refused(IncompleteError, "nothing says which tensor", root)
+    error = refused(IncompleteError, "the save does not record which tensor", root)
     assert "model_meta.json" in (error.hint or "")
 
 
@@ -1058,5 +1058,5 @@ def test_safetensors_beside_an_optimizer_without_names(tmp_path: Path) -> None:
     root = Save(meta=False).write(tmp_path)
     (root / "model_state.pdparams").unlink()
     write_file(root / "model.safetensors", {"lm_head.weight": Raw("F32", np.zeros((12, 6), "<u4"))})
-    error = refused(IncompleteError, "nothing says which parameter", root)
+    error = refused(IncompleteError, "the save does not record which parameter", root)
     assert "--from hf" in (error.hint or "")

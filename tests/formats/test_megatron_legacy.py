@@ -463,7 +463,7 @@ def test_steps_of_groups_that_differ(tmp_path: Path) -> None:
 def test_numbers_that_name_no_parameters(change: Callable[[Any], Any], tmp_path: Path) -> None:
     run = copy_of(PLAIN, tmp_path)
     edit_all(run, lambda v: change(v["optimizer"]["optimizer"]["param_groups"]) and None)
-    assert_left_out(run, "nothing says which parameters its numbers are", tmp_path)
+    assert_left_out(run, "the save does not record which parameters its numbers are", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_vectors_of_several_groups_are_left_out(ranks: Callable[[int], Group], t
     case = {"stage": 0, "config": SAME_TYPE, "fused": True, "groups": True}
     ranks(2).run(train, case, str(tmp_path / "run"))
     error = refused(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
-    assert "nothing says which of the parameters are in the vectors of its groups" in error
+    assert "the save does not record which of the parameters are in the vectors of its groups" in error
     assert "is not read: nothing says" in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
 
 

@@ -134,7 +134,7 @@ def test_betas_are_needed_and_told(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", names())
     text = refused(run, tmp_path / "out", "--to", "unified")
     assert "the checkpoint does not say the betas of Adam" in text
-    assert "--betas 0.9,0.999; --only model" in text
+    assert "--betas 0.9,0.999; or omit the optimizer with --only model" in text
     reshard(run, tmp_path / "given", "--to", "unified", "--betas", "0.9,0.98", "--verify")
     found = read_folder(tmp_path / "given", "optimizer-*.safetensors")
     assert found["model.norm.weight/beta2_pow_acc_0"] == [multiplied(0.98, 7)]
@@ -197,7 +197,7 @@ def test_powers_that_tell_nothing_any_more(tmp_path: Path) -> None:
     reshard(run, tmp_path / "paddle", "--to", "unified", "--verify")
     text = refused(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.95")
     assert "have become too small to tell the step: it is 1," in text
-    assert "--only model and --only master_weights leave the optimizer out" in text
+    assert "omit the optimizer with --only model --only master_weights" in text
     # What the trainer says decides, where the powers allow it, and only there.
     (tmp_path / "paddle/trainer_state.json").write_text('{"global_step": 5000}')
     reshard(tmp_path / "paddle", tmp_path / "back", "--to", "ranks", "--betas", "0.9,0.95", "--verify")
@@ -540,7 +540,7 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)))
     text = refused(run, tmp_path / "out", "--to", "dcp")
     assert "`optimizer/lm_head.weight/row_var` is [20, 1], its parameter is [20, 8]" in text
-    assert "leave it out with --only model" in text
+    assert "omit it with --only model" in text
     reshard(run, tmp_path / "out", "--to", "dcp", "--only", "model")
 
 

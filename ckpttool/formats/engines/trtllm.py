@@ -53,9 +53,8 @@ class TensorRTLLM:
 
     name = "trtllm"
     dialect = "trtllm"
-    capabilities = base.Capabilities(
-        meshes="tp x pp; ep x etp = tp", local_layers=True, whole=(_EMBEDDING,), refused=("fuse", "unfuse")
-    )
+    capabilities = base.Capabilities(meshes="tp x pp; ep x etp = tp", local_layers=True, refused=("fuse", "unfuse"))
+    whole = (_EMBEDDING,)
 
     def detect(self, listing: Listing) -> int:
         return 2 if not listing.single and listing.match(_NAME) and "mapping" in listing.json("config.json") else 0
@@ -86,7 +85,7 @@ class TensorRTLLM:
             )
         stored.dialect = "trtllm"
         stored.config, stored.native_config = to_hugging_face(config), config
-        stored.whole = () if config.get("use_parallel_embedding") else (_EMBEDDING,)
+        stored.whole = () if config.get("use_parallel_embedding") else self.whole
         return stored
 
     def target_mesh(self, asked: Mesh, said: Mapping[str, int]) -> Mesh:

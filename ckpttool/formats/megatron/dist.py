@@ -371,7 +371,7 @@ class _DistReader:
         groups, steps, every = placed(optimizers, shapes)
         if shapes and any(o.groups for o in optimizers) and not every:
             self.notes.append(
-                "nothing says which parameters are in which group of the optimizer: the groups are left out"
+                "the save does not record which parameters are in which group of the optimizer: the groups are left out"
             )
         if stateful:
             self._steps(catalog, steps)

@@ -317,9 +317,9 @@ class Optimizers:
             return
         if members is None or any(len(m) != len(g["params"]) for m, g in zip(members, groups, strict=True)):
             raise UnsupportedError(
-                "the optimizer is not read: nothing says which parameters its numbers are, and its groups have not as"
-                " many as Megatron's rule makes (norms and biases, and all others): some are frozen, and their shapes"
-                " do not tell which",
+                "the optimizer is not read: the save does not record which parameters its numbers are, and its groups"
+                " have not as many as Megatron's rule makes (norms and biases, and all others): some are frozen, and"
+                " their shapes do not tell which",
                 where=where,
                 hint=f"save it with --use-distributed-optimizer, {_WITHOUT}",
             )
@@ -386,7 +386,7 @@ class Optimizers:
                 f"the optimizer is not read: `{printable(what)}` of what should be `{printable(held.name)}` is"
                 f" {list(stored.shape)}, not {list(held.stored.shape)}",
                 where=str(file.info.place),
-                hint=f"nothing says which parameters its numbers are; {_WITHOUT}",
+                hint=f"the save does not record which parameters its numbers are; {_WITHOUT}",
             )
         return stored
 
@@ -400,7 +400,7 @@ class Optimizers:
             raise UnsupportedError(
                 "the optimizer is not read: its masters are not as many as the parameters of its groups",
                 where=str(file.info.place),
-                hint=f"nothing says which parameters they are; {_WITHOUT}",
+                hint=f"the save does not record which parameters they are; {_WITHOUT}",
             )
         for group, mine in zip(lists, halves, strict=True):
             for value, held in zip(group, mine, strict=True):

@@ -152,12 +152,12 @@ class Hybrid:
         pad_vocab=False,
         multi_directory=True,
         optimizer_shards=True,
-        sharding_versions=("v1", "v2"),
         own_files=r"model_state\..*\.pdparams",
         fp32_masters="dropped",
         default_target=True,
         states="paddle",
     )
+    sharding_versions = ("v1", "v2")
     ema = False
 
     def detect(self, listing: Listing) -> int:
@@ -613,7 +613,8 @@ class _HybridReader:
         """Weights that ``save_to_hf`` wrote, which turns those of linear layers round."""
         if self.meta is None:
             raise IncompleteError(
-                f"{path.name} lies beside an optimizer, but nothing says which parameter of it each tensor is",
+                f"{path.name} lies beside an optimizer, but the save does not record which parameter of it each tensor"
+                " is",
                 where=str(path),
                 hint="--from hf reads the weights alone; the optimizer needs model_state.*.pdparams or model_meta.json",
             )
@@ -689,7 +690,7 @@ class _HybridReader:
             return cell.by_tname[tname]
         if cell is None or not cell.by_tname:
             raise IncompleteError(
-                f"nothing says which tensor the optimizer's `{tname}` is",
+                f"the save does not record which tensor the optimizer's `{tname}` is",
                 where=str(path),
                 hint=f"the names are in {META}, or in the model_state file of the same ranks",
             )

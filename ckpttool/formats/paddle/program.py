@@ -205,7 +205,7 @@ class PaddleProgram:
 
     name = "program"
     dialect = ""
-    capabilities = base.Capabilities(exact=True, default_target=True)
+    capabilities = base.Capabilities(default_target=True)
 
     def detect(self, listing: Listing) -> int:
         if listing.single:

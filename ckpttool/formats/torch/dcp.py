@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from ckpttool.containers.pickle import opened, printable
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, Piece, StoredTensor, logical_tensor, whole_tensor
@@ -50,10 +50,10 @@ class DistributedCheckpoint:
         states="torch",
         nested=True,
         views=True,
-        keeps_names=True,
         namings=("transformers", "torchtitan", "torchtitan-0.2"),
         own_files=r".*\.distcp",
     )
+    keeps_names: Literal[True] = True
 
     def detect(self, listing: Listing) -> int:
         try:

@@ -75,7 +75,9 @@ def unknown(numbers: Iterable[Number], names: Collection[Number], *, kept: str =
     if not lost:
         return []
     which = count(len(lost), "parameter")
-    return [f"the optimizer has numbers for {which} without state, and nothing says which these are: {kept}"]
+    return [
+        f"the optimizer has numbers for {which} without state, and the save does not record which these are: {kept}"
+    ]
 
 
 def _fill(

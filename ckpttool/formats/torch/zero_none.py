@@ -58,7 +58,7 @@ def add_optimizer(stored: StoredCheckpoint, file: TorchFile, value: Any, buffers
             stored,
             "of a save without ZeRO",
             UnsupportedError(
-                "nothing says which of the parameters are in the vectors of its groups",
+                "the save does not record which of the parameters are in the vectors of its groups",
                 where=str(file.info.place),
                 hint="train with ZeRO, whose files say it; or omit the optimizer with --only model",
             ),

@@ -107,11 +107,7 @@ def _config_alone(path: Place, options: OpenOptions) -> dict[str, Any] | None:
     listing = list_source(path)
     if CONFIG not in listing.names or options.format or options.mesh.rank_pattern:
         return None
-    try:
-        detect(listing)
-    except UnsupportedError:
-        return _read_json(path / CONFIG)
-    return None
+    return _read_json(path / CONFIG) if detect(listing) is None else None
 
 
 def _read_json(path: Place) -> dict[str, Any]:
@@ -189,15 +185,12 @@ def _check_file(path: Place, options: OpenOptions) -> None:
                 where=str(path),
                 hint="copy the missing files beside it",
             )
-    if not options.format and not options.mesh.rank_pattern:
-        try:
-            detect(listing)
-        except UnsupportedError:
-            raise UnsupportedError(
-                "this is neither a checkpoint nor the config.json of a model",
-                where=str(path),
-                hint="give a directory, a .safetensors file, an index, or a config.json",
-            ) from None
+    if not options.format and not options.mesh.rank_pattern and detect(listing) is None:
+        raise UnsupportedError(
+            "this is neither a checkpoint nor the config.json of a model",
+            where=str(path),
+            hint="give a directory, a .safetensors file, an index, or a config.json",
+        )
 
 
 def _part(path: Place, options: OpenOptions) -> tuple[Place, OpenOptions, str]:

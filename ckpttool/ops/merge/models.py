@@ -84,7 +84,7 @@ class MergeInput:
 
     @property
     def is_program(self) -> bool:
-        return self.checkpoint.capabilities.exact
+        return self.checkpoint.is_program
 
 
 class Models:

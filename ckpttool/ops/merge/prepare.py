@@ -23,7 +23,7 @@ from ckpttool.core.words import count, natural, some
 from ckpttool.errors import ConflictError, UnsupportedError, UsageError
 from ckpttool.execute import Progress, RunOptions, RunResult, run
 from ckpttool.execute.verification import Verification
-from ckpttool.formats.base import StoredCheckpoint
+from ckpttool.formats.base import ChecksItself, StoredCheckpoint
 from ckpttool.formats.parts import PipelinePart, PipelineParts, parts_of
 from ckpttool.formats.registry import is_multi_part, reader
 from ckpttool.kernels.merge import METHODS
@@ -259,7 +259,7 @@ def execute(
     place = parse_place(dst)
     measurement = _measurement(prepared, options) if measure else None
     target, plan = prepared.target, prepared.plan
-    record = PROGRAM_RECORD if reader(target.format).capabilities.exact else RECORD
+    record = PROGRAM_RECORD if isinstance(reader(target.format), ChecksItself) else RECORD
     late: dict[str, Callable[[Mapping[str, str]], bytes]] = {}
     first = 0
     for part, one in prepared.parts.items():
@@ -465,7 +465,7 @@ def _files(checkpoint: Checkpoint) -> list[tuple[str, int]]:
 
 def _kept(checkpoint: Checkpoint) -> str:
     """The format, where what comes of its tensors can only be the same again; else ""."""
-    return checkpoint.format if checkpoint.capabilities.exact else ""
+    return checkpoint.format if checkpoint.is_program else ""
 
 
 def _usual(target: Target, form: OutputNaming | None, donor: Checkpoint) -> str:

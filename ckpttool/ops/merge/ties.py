@@ -28,7 +28,7 @@ def tied_names(checkpoint: Checkpoint, names: Collection[str], *, canonical: boo
     A program's parameters are its own.
     """
     family = checkpoint.family
-    if checkpoint.capabilities.exact:
+    if checkpoint.is_program:
         return {}
     if (recorded := class_ties(checkpoint.config, names)) is not None:
         return recorded
