@@ -1,4 +1,4 @@
-"""The S3 server as Google has it: its XML API is S3's with other headers, and the JSON API lists and looks."""
+"""The S3 server as Google has it: its XML API is S3's with other headers, and the JSON API lists, looks and reads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class GoogleServer(S3Server):
         bucket, key = self.buckets.get(m[1]), m[2]
         if bucket is None or (key is not None and key not in bucket):
             raise S3Error(404, "")
+        if key is not None and request.query.get("alt") == "media":
+            if request.query.get("ifGenerationMatch") not in (None, str(bucket[key].generation)):
+                raise S3Error(412, "")
+            return super().answer(request._replace(bucket=m[1], key=key), body, fault)
         if key is not None:
             stored = bucket[key]
             metadata = {k.removeprefix(_META): v for k, v in stored.headers.items() if k.startswith(_META)}

@@ -7,6 +7,7 @@ sends what a fault makes of it: the pieces that go over the wire, status line an
 from __future__ import annotations
 
 import random
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,10 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from typing import NamedTuple
 
+from ckpttool.errors import CkptError
+from ckpttool.storage.http import Client, HttpError, using
 from ckpttool.storage.network import Clock
+from ckpttool.storage.place import open_file, parse_place
 
 
 class Right(NamedTuple):
@@ -65,10 +69,10 @@ def _endless(right: Right) -> Iterator[bytes]:
 
 def _shifted(right: Right) -> list[bytes]:
     """Another range, of the same length, which says what it is."""
-    start, _, rest = right.headers.get("Content-Range", "bytes 0-0/1").removeprefix("bytes ").partition("-")
-    stop, _, total = rest.partition("/")
+    m = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", right.headers.get("Content-Range", "bytes 0-0/1"))
+    start, stop, total = map(int, m.groups()) if m else (0, 0, 1)
     by = right.draw.choice((-1, 1, 512))
-    said = f"bytes {max(0, int(start) + by)}-{int(stop) + by}/{total}"
+    said = f"bytes {max(0, start + by)}-{stop + by}/{total}"
     return right.pieces(body=right.body[::-1], Content_Range=said)
 
 
@@ -94,7 +98,7 @@ SPOILS: dict[str, Spoil] = {
     "no range": lambda r: r.pieces(Content_Range=""),
     # (A 200 for the first byte alone says that there is one: nobody can know better.)
     "200 for 206": lambda r: r.pieces(status="206" if len(r.body) == 1 else "200", Content_Range=""),
-    "longer": lambda r: r.pieces(body=r.body + b"!", Content_Length=str(int(r.headers["Content-Length"]) + 1)),
+    "longer": lambda r: r.pieces(body=r.body + b"!", Content_Length=str(int(r.headers.get("Content-Length", 0)) + 1)),
     "behind": lambda r: r.pieces(body=r.body + b"HTTP/1.1 206 ok\r\nContent-Length: 0\r\n\r\n"),
     "changed": lambda r: r.pieces(body=r.body[::-1], ETag='"another"') if r.is_conditional else r.pieces(),
     "no tag": lambda r: r.pieces(body=r.body[::-1], ETag="") if r.is_conditional else r.pieces(),
@@ -171,7 +175,8 @@ class FaultProxy:
         conn = HTTPConnection(*self._to, timeout=20)
         conn.request(method, path, body or None, headers)
         answer = conn.getresponse()
-        said = {k: v for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection", "date")}
+        dropped = ("transfer-encoding", "connection", "date")
+        said = {k.title(): v for k, v in answer.getheaders() if k.lower() not in dropped}
         data = answer.read()
         conn.close()
         if method != "HEAD":
@@ -191,6 +196,40 @@ def fault_proxy(
         yield proxy
     finally:
         proxy.close()
+
+
+def random_choice(seed: int, rate: float) -> Callable[[], str | None]:
+    """``choose`` for a proxy: any fault, at this share of the requests."""
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    return lambda: draw.choice(list(SPOILS)) if draw.random() < rate else None
+
+
+def read_place(text: str, data: bytes, forget: Callable[[], object], seed: int, seconds: float) -> tuple[int, int]:
+    """Random reads of the file at a place, each within ``seconds``: how many were right, and how many were errors.
+
+    Raises:
+        AssertionError: bytes are others than ``data`` has there, or a read took too long.
+    """
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    right = errors = 0
+    for i in range(6):
+        start = draw.randrange(len(data) - 1)
+        stop = draw.randint(start + 1, len(data))
+        began = time.monotonic()
+        try:
+            with using(Client(clock=Quick(), timeout=0.5, grace=0.2, tries=5)) as client:
+                try:
+                    forget()
+                    with open_file(parse_place(text)) as file:
+                        got = file.pread(stop - start, start)
+                finally:
+                    client.stop()
+            assert got == data[start:stop], (text, seed, i)
+            right += 1
+        except (HttpError, CkptError, OSError):
+            errors += 1
+        assert time.monotonic() - began < seconds, (text, seed, i)
+    return right, errors
 
 
 class Quick(Clock):

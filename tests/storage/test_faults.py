@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.storage import caches
+from ckpttool.storage import caches, hub_files, objects
 from ckpttool.storage.http import Client, HttpError, using
 from ckpttool.storage.place import open_file, parse_place
+from tests.helpers.google_server import google_server
+from tests.helpers.hub_server import hub_server
+from tests.helpers.s3_server import s3_server
 from tests.helpers.web_server import WebServer, web_server
-from tests.storage.fault_proxy import HARMLESS, SPOILS, Quick, fault_proxy
+from tests.storage.fault_proxy import HARMLESS, SPOILS, Quick, fault_proxy, random_choice, read_place
 
 DATA = random.Random(7).randbytes(600_000)  # noqa: S311 - not for secrets
 TAG = f'"{hashlib.md5(DATA, usedforsecurity=False).hexdigest()}"'
 SECONDS = 5.0
+STORE_SECONDS = 15.0
+"""A file of a store takes several requests: to list, to look, to read."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +110,72 @@ def test_random_faults_for_long(server: WebServer) -> None:
     found = [reads(server, seed, 0.1 + seed % 8 / 10) for seed in range(100, 300)]
     assert sum(errors for _, errors in found) > 10
     assert sum(right for right, _ in found) > 500
+
+
+@contextmanager
+def s3_place(seed: int, rate: float) -> Iterator[str]:
+    with s3_server() as server, fault_proxy(server.url, random_choice(seed, rate), seed) as proxy:
+        server.put("bucket", "f.safetensors", DATA)
+        objects.close()
+        with patch.dict(os.environ, server.environment() | {"AWS_ENDPOINT_URL": proxy.url}):
+            yield "s3://bucket/f.safetensors"
+        objects.close()
+
+
+@contextmanager
+def gcs_place(seed: int, rate: float) -> Iterator[str]:
+    with google_server() as server, fault_proxy(server.url, random_choice(seed, rate), seed) as proxy:
+        server.put("bucket", "f.safetensors", DATA)
+        objects.close()
+        with patch.dict(os.environ, {"STORAGE_EMULATOR_HOST": proxy.url}):
+            yield "gs://bucket/f.safetensors"
+        objects.close()
+
+
+@contextmanager
+def hub_place(seed: int, rate: float) -> Iterator[str]:
+    choose = random_choice(seed, rate)
+    with (
+        TemporaryDirectory() as home,
+        hub_server() as hub,
+        fault_proxy(hub.endpoint, choose, seed) as front,
+        fault_proxy(hub.cdn, choose, seed) as cdn,
+        patch.object(hub_files, "SMALL_LARGE", 0),
+    ):
+        hub.add("org/one", {"f.safetensors": DATA})
+        hub.endpoint, hub.cdn = front.url, cdn.url
+        with hub.clients(Path(home)):
+            yield "hf://org/one/f.safetensors"
+
+
+STORES = {
+    "s3": (s3_place, objects.forget),
+    "gcs": (gcs_place, objects.forget),
+    "hub": (hub_place, lambda: hub_files.forget("org/one")),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("store", STORES)
+def test_random_faults_of_stores(store: str, seed: int) -> None:
+    place, forget = STORES[store]
+    with place(seed, 0.3) as text:
+        right, errors = read_place(text, DATA, forget, seed, STORE_SECONDS)
+    assert right + errors == 6
+    with place(seed, 0) as text:
+        assert read_place(text, DATA, forget, seed, STORE_SECONDS) == (6, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("store", STORES)
+def test_random_faults_of_stores_for_long(store: str) -> None:
+    place, forget = STORES[store]
+    found = []
+    for seed in range(100, 140):
+        with place(seed, 0.1 + seed % 6 / 10) as text:
+            found.append(read_place(text, DATA, forget, seed, STORE_SECONDS))
+    assert sum(errors for _, errors in found) > 10
+    assert sum(right for right, _ in found) > 60
 
 
 def test_an_address_of_ipv6(server: WebServer) -> None:
