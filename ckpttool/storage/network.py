@@ -351,6 +351,8 @@ class Connections:
             finally:
                 if response is None or not response.isclosed():
                     conn.close()
+                if response is not None:
+                    response.close()  # one that ends with its connection holds the socket, and nobody else does
                 pool._put_conn(conn)  # noqa: SLF001
 
     def connect(self, name: str, port: int, allowed: Collection[str] | None) -> Any:
