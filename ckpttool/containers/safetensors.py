@@ -80,14 +80,14 @@ def read_raw(path: Place) -> tuple[DataFile, bytes]:
             (size,) = struct.unpack("<Q", first[:8])
             if size > MAX_HEADER or size > info.size - 8:
                 # A header of 640 bytes begins as a pickle does, but no pickle goes on with a brace there.
-                stranger = None if first[8:9] == b"{" else identify(first)
+                identified = None if first[8:9] == b"{" else identify(first)
                 raise HeaderError(
                     "header-length",
-                    f"this is {stranger.what}"
-                    if stranger
+                    f"this is {identified.what}"
+                    if identified
                     else f"the header claims {size:,} bytes, the file has {info.size:,}",
                     where=f"{path} [bytes 0..8)",
-                    hint=stranger.hint if stranger else "the file is cut off or is not safetensors; fetch it again",
+                    hint=identified.hint if identified else "the file is cut off or is not safetensors; fetch it again",
                 )
             raw = first[8 : 8 + size]
             while len(raw) < size:

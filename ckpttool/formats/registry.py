@@ -153,12 +153,12 @@ def detected(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
         return found
     folders = _folders(listing)
     below = lost(listing) or (_below(listing.root, folders) if isinstance(listing.root, Path) else "")
-    stranger = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
-    if stranger:
+    other = None if below else foreign(listing.root, [listing.single] if listing.single else listing.names, folders)
+    if other:
         raise UnsupportedError(
-            f"this is {stranger.what}, {stranger.why}",
+            f"this is {other.what}, {other.why}",
             where=str(listing.path(listing.single)),
-            hint=stranger.hint,
+            hint=other.hint,
         )
     inside = [f"files: {_first(listing.names) or 'none'}", *([f"directories: {_first(folders)}"] if folders else [])]
     raise UnsupportedError(

@@ -3,8 +3,8 @@
 Where the namings differ, both are brought to Hugging Face names by the relations of their families; what cannot be
 brought there (a layer that one format leaves out) is a difference.
 
-Components that both sides have are compared; those that one side only has are told and are no difference, because
-formats differ in what they hold.
+Components that both sides have are compared; those that only one side has are listed and do not count as a difference,
+because formats differ in what they hold.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class DiffResult:
     only_left: list[str] = field(default_factory=list)
     only_right: list[str] = field(default_factory=list)
     dtypes: list[Mismatch] = field(default_factory=list)
-    """With a tolerance these are told, and are no difference."""
+    """Listed; with a tolerance they do not count as differences."""
     shapes: list[Mismatch] = field(default_factory=list)
     elements: list[Changed] = field(default_factory=list)
     """Largest relative difference first."""
@@ -124,7 +124,7 @@ class DiffResult:
 
     @property
     def drifting(self) -> str:
-        """The component whose drift is told: the first that was compared, which is the model where both have one."""
+        """The component whose drift is shown: the first that was compared, which is the model where both have one."""
         return next(iter(self.by_component), "model")
 
     @property
