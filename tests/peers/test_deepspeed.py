@@ -129,7 +129,7 @@ def test_vectors_of_several_groups_are_left_out(ranks: Callable[[int], Group], t
     ranks(2).run(train, case, str(tmp_path / "run"))
     error = refused(tmp_path / "run", tmp_path / "out", "--to", "ranks", "--tp-out", 1)
     assert "the save does not record which of the parameters are in the vectors of its groups" in error
-    assert "is not read: nothing says" in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
+    assert "is not read: the save does not record" in reshard(tmp_path / "run", tmp_path / "out", "--to", "hf").err
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
