@@ -104,7 +104,7 @@ def all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run begins when all nodes have looked at it."""
     from ckpttool.execute.fleets import ray
 
-    monkeypatch.setattr(ray, "_OTHERS", 100)
+    monkeypatch.setattr(ray, "_OTHERS_TIMEOUT", 100)
 
 
 # -- what is lost
