@@ -33,7 +33,7 @@ def finite(value: T) -> T | str:
 
 
 def number(value: float | None, digits: int = 9) -> str:
-    """A number with as many digits as tell it from its neighbours among float32s; with 4 for somebody's eyes."""
+    """A number with enough digits to identify a float32; pass 4 for display."""
     return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 

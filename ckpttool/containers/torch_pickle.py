@@ -57,7 +57,7 @@ class Storage(NamedTuple):
     """A run of elements."""
 
     dtype: str
-    """As in ckpttool.core.dtypes, "U8" for bytes of any type; the name of its class where the tool has no such type."""
+    """Name in ``core.dtypes``, "U8" for bytes of any type; the name of its class where the tool has no such type."""
     key: str
     elements: int
 

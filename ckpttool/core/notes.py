@@ -9,7 +9,7 @@ NoteKind = Literal["derived weights", "lacking", "removed"]
 
 
 class Note(str):
-    """A note by whose kind somebody decides; all others are plain strings. No code decides by the words of a note."""
+    """A note with a kind, for code that keeps or drops it; other notes are plain strings. No code parses the text."""
 
     __slots__ = ("kind",)
     kind: NoteKind

@@ -179,7 +179,7 @@ class ObjectMember(ObjectDestination):
                 self._wait()
 
     def _read(self, found: ObjectContent, mine: MarkerState, *, force: bool) -> MarkerState | None:
-        """The content of a marker; None for one that is to be replaced. Raises ConflictError for one of another run."""
+        """The content of a marker; None if it must be replaced. Raises ConflictError for one of another run."""
         try:
             state = MarkerState.read(found.data, self._text)
             if state.state != WRITING:

@@ -158,7 +158,7 @@ _HINTS: Mapping[str, str] = {
 
 
 def check_artifact(path: Place, params: Place | None = None) -> tuple[base.FormatCheck, Program | None]:
-    """Check a program and its parameter file: errors, and notes for whoever serves them.
+    """Check a program and its parameter file; returns errors, and notes for those who serve the model.
 
     The program is None where it cannot be read. ``params`` as in ``examine``.
     """
