@@ -24,7 +24,7 @@ def jobs(setting: Setting) -> list[Job]:
     work = setting.work / f"fp8-{count}"
     some = [
         ("block", "bf16", ("--recipe", "block"), "block"),
-        ("block, back to bf16", "fp8", ("--to", "bf16"), "dequantise"),
+        ("block, back to bf16", "fp8", ("--to", "bf16"), "dequantize"),
         ("channel", "bf16", ("--recipe", "channel"), "channel"),
         *[(r, "bf16", ("--recipe", r), "") for r in ("tensor", "mxfp8", "mxfp4", "nvfp4")],
     ]

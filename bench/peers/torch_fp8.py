@@ -1,6 +1,6 @@
-"""Quantising and dequantising as people script it: load_file, a few lines of torch for each tensor, save_file.
+"""Quantizing and dequantizing as people script it: load_file, a few lines of torch for each tensor, save_file.
 
-    python bench/peers/torch_fp8.py block|channel|dequantise SRC DST [--panels]
+    python bench/peers/torch_fp8.py block|channel|dequantize SRC DST [--panels]
 
 ``--panels``: 128 rows at a time, which keeps what torch works on in the cache.
 """
@@ -47,7 +47,7 @@ def main(job: str, src: Path, dst: Path, *, panels: bool) -> None:
         w = tensors.pop(name)
         starts = range(0, len(w), 128 if panels else len(w))
         parts = [w[a : a + starts.step] for a in starts]
-        if job == "dequantise":
+        if job == "dequantize":
             scale = tensors.pop(name + suffix)
             scales = [scale[a // 128 : (a + starts.step) // 128] for a in starts]
             out[name] = torch.cat([back(p, s) for p, s in zip(parts, scales, strict=True)])

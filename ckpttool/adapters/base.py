@@ -175,7 +175,7 @@ def check_dtypes(catalog: Catalog) -> None:
     for t in catalog:
         if t.dtype not in CASTABLE:
             raise UnsupportedError(
-                f"`{t.key.name}` is {t.dtype}: quantised adapters are not merged",
+                f"`{t.key.name}` is {t.dtype}: quantized adapters are not merged",
                 where=[catalog.place(p.stored) for p in t.pieces],
                 hint="save the adapter in float32, bfloat16 or float16",
             )

@@ -31,7 +31,7 @@ CONFIG = "lora_config.json"
 STEM = "peft_model"
 
 REFUSED = {
-    "do_qat": "it was trained for a quantised base",
+    "do_qat": "it was trained for a quantized base",
     "lora_use_mixer": "its mixer is a third factor",
     "use_mora": "MoRA has one square matrix",
     "pissa": "PiSSA changes the base",

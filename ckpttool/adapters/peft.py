@@ -42,7 +42,7 @@ REFUSED = {
     "alora_invocation_tokens": "aLoRA is only active after certain tokens, so there is no merged model",
     "trainable_token_indices": "it replaces single rows of the embeddings",
     "megatron_config": "it was trained on Megatron's parallel layers",
-    "use_qalora": "QALoRA pools the inputs of quantised layers",
+    "use_qalora": "QALoRA pools the inputs of quantized layers",
     "use_bdlora": "BD-LoRA's factors are block-diagonal",
     "arrow_config": "Arrow chooses among adapters for each token",
     "kasa_config": "KaSA changes the base and has a third factor",

@@ -157,7 +157,7 @@ def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> 
         (real - bools + bools // 8, f"BOOL was counted as one bit: {named}"),
         (real - e5m2 - bools + bools // 8, f"F8_E5M2 was counted as nothing and BOOL as one bit: {named}"),
         (real - fp8, "FP8 tensors were left out"),
-        (real + fp8, "FP8 tensors were counted with two bytes an element, as before they were quantised"),
+        (real + fp8, "FP8 tensors were counted with two bytes an element, as before they were quantized"),
         (sum(prod(t.shape) for t in tensors), "this is the number of elements"),
         (file_bytes, "this is the size of the files, headers included"),
     ]

@@ -375,7 +375,7 @@ class _Interpreter:
             if of is None or of.used or of.by is not None:
                 raise UnsupportedError(
                     f"`{name}` holds the scales of `{weight}`, which the AOA text changes, and no statement names it",
-                    hint="dequantise first, or state what becomes of the scales",
+                    hint="dequantize first, or state what becomes of the scales",
                 )
         left = sorted((s for s in self.slots.values() if s.is_output), key=lambda s: s.place)
         if self.gone:

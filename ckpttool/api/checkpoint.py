@@ -375,7 +375,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ranks: write only these: [0, 1, 2, 3, 7] or ``"0-3,7"``.
             to: format of the output: hf, ranks, vllm, deepseek, trtllm, unified, hybrid, zcc, flex, program.
             dtype: cast weights: bf16, f16, f32 or f64.
-            dequant: write quantised weights in this precision.
+            dequant: write quantized weights in this precision.
             fuse: join what the family knows as fused (q, k, v; gate, up).
             unfuse: the reverse.
             max_shard_size: bytes of the largest file, or ``"5GB"``.
@@ -438,18 +438,18 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         Args:
             recipe: tensor, channel, block, mxfp8, nvfp4 or mxfp4.
-            to: dequantise to bf16, f16 or f32 instead.
+            to: dequantize to bf16, f16 or f32 instead.
             block: sides of a block: (128, 128) or ``"128x128"``.
             scale_dtype: f32, bf16 or e8m0.
             method: convention to write: fp8, compressed-tensors, modelopt, ...
             keep: patterns of weights that stay as they are.
-            include: patterns of weights to quantise although the preset keeps them.
+            include: patterns of weights to quantize although the preset keeps them.
             preset: which layers stay: hf-default, deepseek, experts-only or none.
             max_shard_size: bytes of the largest file, or ``"5GB"``.
 
         Raises:
             UsageError: options that do not go together.
-            UnsupportedError: weights that are quantised in a way that is not known.
+            UnsupportedError: weights that are quantized in a way that is not known.
         """
         if to:
             recoding = Recoding(None, high(to, "to"))

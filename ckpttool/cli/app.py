@@ -148,7 +148,7 @@ app.command("merge", cls=Command, short_help="Write one checkpoint out of severa
 app.command("drop-keys", cls=Command, short_help="Write SRC without some of its tensors.")(drop_keys)
 app.command("convert-json", cls=Command, short_help="Convert or check Paddle programs; indexes, headers.")(convert_json)
 app.command("inspect", cls=Command, short_help="Show, check and compare what is inside SRC.")(inspect)
-app.command("fp8-cast", cls=Command, short_help="Quantise to FP8, MXFP4, NVFP4; dequantise.")(fp8_cast)
+app.command("fp8-cast", cls=Command, short_help="Quantize to FP8, MXFP4, NVFP4; dequantize.")(fp8_cast)
 app.command("fp8-size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(fp8_size)
 app.command("doctor", cls=Command, short_help="Say what works here, and what is missing.")(doctor)
 app.command("explain", cls=Command, short_help="Explain an error, or a finding of a check.")(explain)

@@ -1,4 +1,4 @@
-"""``ckpttool fp8-cast``: how to quantise, or with --to what to dequantise to."""
+"""``ckpttool fp8-cast``: how to quantize, or with --to what to dequantize to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.errors import UsageError
 
 @dataclass
 class CastOptions(options.QuantOptions):
-    """How weights are quantised."""
+    """How weights are quantized."""
 
     code: Annotated[str, value("--code", "DTYPE", "Element dtype: e4m3 or e5m2.", choices.CODES)] = ""
     pow2: Annotated[bool, flag("--pow2", "Scales are powers of two, whatever their dtype.")] = False
@@ -30,7 +30,7 @@ def fp8_cast(
     src: options.Src,
     dst: options.Dst,
     to: Annotated[
-        str, value("--to", "DTYPE", f"Dequantise instead: {either(choices.PRECISIONS)}.", choices.PRECISIONS)
+        str, value("--to", "DTYPE", f"Dequantize instead: {either(choices.PRECISIONS)}.", choices.PRECISIONS)
     ] = "",
     how: CastOptions,
     max_shard_size: options.MaxShard = "",
@@ -40,7 +40,7 @@ def fp8_cast(
     flags: options.RunFlags,
     shown: options.OutputFlags,
 ) -> None:
-    """Write SRC with its weights quantised (FP8, MXFP4, NVFP4), or dequantised with --to."""
+    """Write SRC with its weights quantized (FP8, MXFP4, NVFP4), or dequantized with --to."""
     from ckpttool.ops.fp8_cast import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.quant.keep import Keep
@@ -55,7 +55,7 @@ def fp8_cast(
         given = [name for name in _ALL if getattr(how, name) != getattr(CastOptions, name)]
         if given:
             option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} is for quantising, and --to {to} dequantises", hint="drop one of them")
+            raise UsageError(f"{option} is for quantizing, and --to {to} dequantizes", hint="drop one of them")
         recoding = Recoding(None, precision(to, "--to"))
     else:
         wanted = scheme(

@@ -27,7 +27,7 @@ class SizeOptions(options.QuantOptions):
         value(
             "--recipe",
             "RECIPE",
-            f"Precision: {either(choices.SIZED)}; default: block, as-is when quantised.",
+            f"Precision: {either(choices.SIZED)}; default: block, as-is when quantized.",
             choices.SIZED,
         ),
     ] = ""

@@ -26,7 +26,7 @@ _GROUPS = (
     ("What to show", "checkpoints files ranks svg stats histogram digest total show metadata findings sort depth"),
     ("Comparison", "values atol rtol"),
     ("How to merge", "list_methods seed rng missing vocab allow_nonfinite report card"),
-    ("How to quantise", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
+    ("How to quantize", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "batch max_model_len device_mem"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
     ("Source", "config tp pp ep etp sharding also from_ select rank_pattern family replicate split"),
@@ -49,7 +49,7 @@ _UNBROKEN = "\u2011"
 
 TASKS = (
     ("Convert", ("reshard", "merge", "convert-json")),
-    ("Quantise", ("fp8-cast", "fp8-size")),
+    ("Quantize", ("fp8-cast", "fp8-size")),
     ("Look and edit", ("inspect", "drop-keys")),
     ("Help", ("doctor", "explain")),
 )

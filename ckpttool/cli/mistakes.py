@@ -32,7 +32,7 @@ _INSTEAD = {
         "fp8-cast",
         "--tp-out",
     ): "fp8-cast writes whole weights; ckpttool reshard --requant block --tp-out N also splits them",
-    ("fp8-cast", "--dtype"): "--to bf16 dequantises, --scale-dtype is the dtype of scales, --code that of codes",
+    ("fp8-cast", "--dtype"): "--to bf16 dequantizes, --scale-dtype is the dtype of scales, --code that of codes",
     ("fp8-size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
     ("convert-json", "--verify"): "every conversion is verified",
     ("convert-json", "--dtype"): "bytes are converted as they are; ckpttool reshard --dtype casts",

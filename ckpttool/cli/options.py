@@ -287,7 +287,7 @@ class NewTargetOptions(TargetOptions):
     remove_keys: RemoveKeys = None
     dequant: Annotated[
         str,
-        value("--dequant", "DTYPE", f"Quantised weights become {either(choices.PRECISIONS)}.", choices.PRECISIONS),
+        value("--dequant", "DTYPE", f"Quantized weights become {either(choices.PRECISIONS)}.", choices.PRECISIONS),
     ] = ""
     fuse: Annotated[bool, flag("--fuse", "Fuse what the family can fuse (qkv, gate_up).")] = False
     unfuse: Annotated[bool, flag("--unfuse", "Take fused tensors apart.")] = False
@@ -306,11 +306,11 @@ class NewTargetOptions(TargetOptions):
 
 @dataclass
 class QuantOptions:
-    """How weights are quantised."""
+    """How weights are quantized."""
 
     recipe: Annotated[
         str,
-        value("--recipe", "RECIPE", f"How to quantise: {either(choices.RECIPES)}; default: block.", choices.RECIPES),
+        value("--recipe", "RECIPE", f"How to quantize: {either(choices.RECIPES)}; default: block.", choices.RECIPES),
     ] = ""
     block: Annotated[str, value("--block", "MxN", "Elements per scale; default: 128x128.")] = ""
     scale_dtype: Annotated[
@@ -336,7 +336,7 @@ class QuantOptions:
     ] = ""
     keep: Annotated[list[str] | None, value("--keep", "PATTERN", "Weights that stay in high precision.")] = None
     include: Annotated[
-        list[str] | None, value("--include", "PATTERN", "Weights that are quantised although others keep them.")
+        list[str] | None, value("--include", "PATTERN", "Weights that are quantized although others keep them.")
     ] = None
     keep_preset: KeepPreset = ""
 

@@ -33,7 +33,7 @@ class ReshardOptions(options.NewTargetOptions):
         value(
             "--requant",
             "RECIPE[:MxN]",
-            "Re-quantise the weights, as fp8-cast does: channel, block:64x128.",
+            "Re-quantize the weights, as fp8-cast does: channel, block:64x128.",
             choices.RECIPES,
         ),
     ] = ""

@@ -44,14 +44,14 @@ def sides(text: str, option: str) -> tuple[int, int] | None:
 
 
 def precision(dtype: str, option: str) -> str:
-    """A dtype for dequantised weights, as the table has it."""
+    """A dtype for dequantized weights, as the table has it."""
     from ckpttool.targeting.recode import high
 
     return high(dtype, option) if dtype else ""
 
 
 def recoding(dequant: str, requant: str) -> Recoding | None:
-    """What becomes of quantised weights, None where they stay."""
+    """What becomes of quantized weights, None where they stay."""
     from ckpttool.quant.scheme import scheme
     from ckpttool.targeting.recode import Recoding
 

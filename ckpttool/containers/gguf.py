@@ -182,7 +182,7 @@ class _GgufHeader:
         kind, offset = self.number("I"), self.number("Q")
         if kind in _CODED:
             raise UnsupportedError(
-                f"tensor `{name[:80]}` is {_CODED[kind]}: of quantised GGUF only Q8_0 is read",
+                f"tensor `{name[:80]}` is {_CODED[kind]}: of quantized GGUF only Q8_0 is read",
                 where=str(self.path),
                 hint="give the model's safetensors, or a GGUF of F32, F16, BF16 or Q8_0",
             )

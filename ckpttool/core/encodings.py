@@ -2,7 +2,7 @@
 
     DataFile.encoding   Encoding   the bytes that its file stands for; stored tensors are strided blocks of these
       parts             Text       characters in UTF-8 whose code points are the bytes (pickles of protocol 2)
-                        Moment     8-bit codes with scales (quantised optimizer state)
+                        Moment     8-bit codes with scales (quantized optimizer state)
                         Blocks8    8-bit codes in blocks of 32 behind their scale (Q8_0 of GGUF)
                         Given      bytes that are in no file (a step, worked out from what the file says)
 

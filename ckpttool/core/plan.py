@@ -110,7 +110,7 @@ class StoredOperand(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A quantised weight and its scales: element = code * scale of its block (* factor)."""
+    """A quantized weight and its scales: element = code * scale of its block (* factor)."""
 
     weight: StoredOperand
     """The codes. Two 4-bit codes lie in a byte, the first in the low half; its dtype is U8 then."""
@@ -210,7 +210,7 @@ class Compute(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How a weight is quantised: the arithmetic, without names."""
+    """How a weight is quantized: the arithmetic, without names."""
 
     scheme: str
     """Name in ``ckpttool.kernels.quantize.SCHEMES``: tensor, channel, block, mxfp8, nvfp4, mxfp4."""
@@ -352,7 +352,7 @@ class Measure(NamedTuple):
     files: tuple[int, ...]
     """Outputs that it writes to."""
     computes: bool
-    """Whether it has computed or quantised tensors."""
+    """Whether it has computed or quantized tensors."""
 
 
 STEP, TARGET = 5, 3

@@ -310,7 +310,7 @@ class TensorComputer:
         place = ", ".join(str(int(i)) for i in at)
         if compute.method == "passthrough" and isinstance(compute.operands[0], Scaled):
             return CorruptError(
-                f"`{compute.name}` is {out[bad]} at [{place}] when it is dequantised",
+                f"`{compute.name}` is {out[bad]} at [{place}] when it is dequantized",
                 where=readers[0].label,
                 hint=f"a code or a scale of it is not finite, or too large for {compute.dtype}",
             )

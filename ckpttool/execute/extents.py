@@ -45,7 +45,7 @@ def step_extents(step: Step) -> Iterator[Extent]:
 
 
 def _computed_extents(step: Step, number: int) -> Iterator[Extent]:
-    if not isinstance(step, Compute):  # codes, scales and a factor: all of them, for each part of a quantised tensor
+    if not isinstance(step, Compute):  # codes, scales and a factor: all of them, for each part of a quantized tensor
         yield from step_extents(step)
         return
     size, each = itemsize(step.dtype), part_elements(step)

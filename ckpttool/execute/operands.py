@@ -179,7 +179,7 @@ def stretches(lo: int, hi: int, columns: int) -> Iterator[tuple[int, int, int, i
 
 
 class ScaledReader:
-    """A quantised weight: each code times the scale of its block (and the factor of the weight)."""
+    """A quantized weight: each code times the scale of its block (and the factor of the weight)."""
 
     def __init__(self, operand: Scaled, carrier: Mover, buffer: OperandBuffer) -> None:
         self.label = operand.weight.label

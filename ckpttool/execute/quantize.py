@@ -1,4 +1,4 @@
-"""Quantising a tensor: panels of whole blocks on their way from an operand to codes and scales.
+"""Quantizing a tensor: panels of whole blocks on their way from an operand to codes and scales.
 
     part     what the journal records: some rows, a whole number of blocks, with the scales that lie there
     band     the rows that share a row of scales: 128 of blocks 128x128, 1 of groups or channels, all for one scale
@@ -92,7 +92,7 @@ def _size(step: Quantize, role: str) -> int:
 
 
 def parts_of(step: Quantize) -> int:
-    """Number of parts of a quantised tensor."""
+    """Number of parts of a quantized tensor."""
     grid = grid_of(step)
     return max(1, -(-grid.grains // grid.each))
 
@@ -140,7 +140,7 @@ def kind_of(operand: Operand) -> str:
 
 @dataclass(slots=True)
 class Quantizer:
-    """Quantises tensors, reading and writing through one ``Mover``."""
+    """Quantizes tensors, reading and writing through one ``Mover``."""
 
     carrier: Mover
     memory: int
@@ -150,7 +150,7 @@ class Quantizer:
     buffer: OperandBuffer = field(default_factory=OperandBuffer)
 
     def run(self, step: Quantize, done: Collection[int], seen: Seen = unseen) -> Iterator[int | dict[str, str]]:
-        """Quantise one tensor; parts in ``done`` are written already.
+        """Quantize one tensor; parts in ``done`` are written already.
 
         Yields the number of each part that is written, and at last the hash of the operand by its position.
         Raises CorruptError for an element that is not finite.
@@ -188,7 +188,7 @@ class Quantizer:
 
 
 class _TensorQuantizer:
-    """Quantises one tensor."""
+    """Quantizes one tensor."""
 
     def __init__(self, owner: Quantizer, step: Quantize, writing: WriteBehind, seen: Seen) -> None:
         self.owner = owner

@@ -67,7 +67,7 @@ class Part:
     carried: int = -1
     """Output that is a companion file, copied whole; -1 otherwise."""
     compute: tuple[int, int] = (-1, 0)
-    """(step of the unit, part of it) of a computed or quantised tensor; (-1, 0) otherwise."""
+    """(step of the unit, part of it) of a computed or quantized tensor; (-1, 0) otherwise."""
 
 
 @dataclass(slots=True)

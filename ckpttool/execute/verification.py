@@ -118,7 +118,7 @@ class Checks:
         self.sides.append(Sides(SentFiles(source.files), SentFiles(written.files), total=total or len(wanted)))
 
     def add_computed(self, plan: Plan, written: Place) -> None:
-        """Work out every computed or quantised tensor once more, and compare it with what is below ``written``."""
+        """Work out every computed or quantized tensor once more, and compare it with what is below ``written``."""
         steps = [s for unit in plan.units for s in unit.steps if isinstance(s, Compute | Quantize)]
         self.checks += [VerifyCheck(len(self.sides), step) for step in steps]
         sources = [DataFile(parse_place(s.path), s.size, s.tag, s.encoding) for s in plan.sources]

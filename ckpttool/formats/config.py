@@ -24,7 +24,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "output.weight", "head.weight")
 """Ends of names of the embedding, and names of the head, whoever names them."""
 QUANTIZATION = ("quantization_config", "compression_config")
-"""Under which a config speaks of quantisation."""
+"""Under which a config speaks of quantization."""
 TIED = "tie_word_embeddings"
 _ADAPTED = re.compile(r"\.(?:lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save)\.")
 """Parts of the names of a model of PEFT that is not merged."""
@@ -84,7 +84,7 @@ def ties_head(config: Mapping[str, Any]) -> bool | None:
 
 
 def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config's section about quantisation; {} if none."""
+    """The config's section about quantization; {} if none."""
     for place in config_places(config):
         for name in QUANTIZATION:
             if isinstance(found := place.get(name), Mapping) and found:

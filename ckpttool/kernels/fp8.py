@@ -65,7 +65,7 @@ def format_of(code: str) -> Format:
     try:
         return FORMATS[code]
     except KeyError:
-        raise UnsupportedError(f"{code} is not a dtype of quantised weights") from None
+        raise UnsupportedError(f"{code} is not a dtype of quantized weights") from None
 
 
 # -- decoding
@@ -151,7 +151,7 @@ class Encoder:
 
     def __init__(self, code: str) -> None:
         if code not in ("F8_E4M3", "F8_E5M2", "F4"):
-            raise UnsupportedError(f"weights are not quantised to {code}")
+            raise UnsupportedError(f"weights are not quantized to {code}")
         f = FORMATS[code]
         self.code = code
         self.largest = f.largest

@@ -113,7 +113,7 @@ class Family:
     block: tuple[int, int] | None = None
     """Elements of one scale of FP8 weights, from the config."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    """The config's section about quantised weights."""
+    """The config's section about quantized weights."""
     tied: bool = False
     """tie_word_embeddings of the config."""
     model_types: frozenset[str] = frozenset()

@@ -109,7 +109,7 @@ class Packing:
         return UnsupportedError(
             f"{self.software} weights cannot be {what}" + (f": {self.why}" if self.why else ""),
             where=f"tensor `{self.example}`",
-            hint="they can be copied as they are; for anything else take the model as it was before it was quantised",
+            hint="they can be copied as they are; for anything else take the model as it was before it was quantized",
         )
 
     def rule(self, rule: Rule, name: str, part: PackedTensor) -> Rule:
@@ -177,7 +177,7 @@ def _rule(rule: Rule, place: PlaceInPacked, in_out: bool, whole: bool) -> Rule: 
 def find_packing(quant: Mapping[str, Any], dtypes: Mapping[str, str]) -> Packing | None:
     """The packing of the tensors (name -> dtype), or None for a checkpoint without packed integers.
 
-    ``quant`` is what the config says of quantisation.
+    ``quant`` is what the config says of quantization.
     """
     method = _text(quant, "quant_method")
     example = next((n for n, d in dtypes.items() if n.endswith(_MARKS) or (d == "I32" and n.endswith(_CODES))), "")

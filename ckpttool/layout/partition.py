@@ -239,7 +239,7 @@ class Partitioner:
     def _finer(self, scaled: Mapping[tuple[int, tuple[int, ...]], Rule], side: int) -> int:
         """Side of the largest square blocks, of at most ``side`` elements, between which every cut falls.
 
-        ``scaled`` are the rules of quantised weights, by rule and shape.
+        ``scaled`` are the rules of quantized weights, by rule and shape.
         """
         mesh = self.cutting.mesh
         for (_, shape), rule in scaled.items():

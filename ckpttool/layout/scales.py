@@ -50,7 +50,7 @@ def weight_of(name: str, names: Collection[str]) -> str | None:
 
 
 def is_sidecar(name: str) -> bool:
-    """Numbers that mean something only beside quantised weights, activations or caches."""
+    """Numbers that mean something only beside quantized weights, activations or caches."""
     return name.endswith(_BESIDE)
 
 
@@ -60,7 +60,7 @@ def is_per_tensor_scale(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def config_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Sides of the blocks of quantised weights, if the config names them: ``weight_block_size``, or what
+    """Sides of the blocks of quantized weights, if the config names them: ``weight_block_size``, or what
     compressed-tensors says of its weights. Of 4-bit codes they are sides in bytes, two codes each."""
     quant = quantization(config)
     block = quant.get("weight_block_size")

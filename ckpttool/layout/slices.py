@@ -333,7 +333,7 @@ def unknown_field(
     """The path and value of a field of a stack's config that may speak of its ``count`` layers by number, and is none
     of those that are known. Those in parts of the config count, too.
 
-    Models inside it have layers of their own; rotary positions and quantisation have lists of other things.
+    Models inside it have layers of their own; rotary positions and quantization have lists of other things.
     ``tower``: these are layers of a tower.
     """
     for name, value in place.items():

@@ -176,7 +176,7 @@ def _in_place(
     *,
     link: bool,
 ) -> PreparedDrop:
-    """Plan the same files with fewer tensors, byte for byte what they were: moments that are quantised stay it."""
+    """Plan the same files with fewer tensors, byte for byte what they were: moments that are quantized stay it."""
     notes = list(source.notes)
     stored, root = source.stored, source.stored.root
     rewritten = [k for k in rest.files if k.loses]

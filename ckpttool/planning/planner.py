@@ -137,7 +137,7 @@ class Computed:
 
 
 def _codes_of(operand: plan.Operand) -> plan.Operand:
-    """The operand, or the codes of a quantised weight."""
+    """The operand, or the codes of a quantized weight."""
     return operand.weight if isinstance(operand, plan.Scaled) else operand
 
 

@@ -511,8 +511,8 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, axes: _Axes) -> Tens
             view, heads = table[name], axes.family.size(size, axes.layer(name))
             if view.dtype not in _FLOATS:
                 raise UnsupportedError(
-                    f"`{name}` is {view.dtype}: rows of quantised weights are not put into another order",
-                    hint="dequantise it first: ckpttool fp8-cast SRC DST --to bf16",
+                    f"`{name}` is {view.dtype}: rows of quantized weights are not put into another order",
+                    hint="dequantize it first: ckpttool fp8-cast SRC DST --to bf16",
                 )
             if heads is None:
                 raise LayoutError(
@@ -762,7 +762,7 @@ def _take_apart(views: TensorTable, op: transforms.Fuse, axes: _Axes) -> TensorT
         if any(x % rows for x in lengths[:-1]):
             raise LayoutError(
                 f"`{name}` cannot be taken apart: parts of {lengths} rows end inside a scale block of {rows}",
-                hint="keep it fused, or dequantise first",
+                hint="keep it fused, or dequantize first",
             )
         lengths = [-(-x // rows) for x in lengths]
         groups = 0

@@ -1,4 +1,4 @@
-"""Quantised weights: what a recipe makes of a tensor, what stays in high precision, and what configs say about it.
+"""Quantized weights: what a recipe makes of a tensor, what stays in high precision, and what configs say about it.
 
 scheme.py   a recipe with all that it decides: codes, scales, names; what one weight becomes
 keep.py     which tensors a recipe leaves alone

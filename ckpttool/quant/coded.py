@@ -34,7 +34,7 @@ Table = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Coded(NamedTuple):
-    """One quantised weight."""
+    """One quantized weight."""
 
     name: str
     """Name in high precision."""
@@ -58,16 +58,16 @@ class Coded(NamedTuple):
 
 @dataclass(slots=True)
 class Codes:
-    """The quantised weights of a checkpoint."""
+    """The quantized weights of a checkpoint."""
 
     weights: dict[str, Coded] = field(default_factory=dict)
-    """Quantised weights by the name in high precision."""
+    """Quantized weights by the name in high precision."""
     beside: list[str] = field(default_factory=list)
     """Scales of activations and caches, which mean nothing without the codes."""
 
     @property
     def parts(self) -> dict[str, str]:
-        """Every tensor that belongs to a quantised weight -> that weight's name."""
+        """Every tensor that belongs to a quantized weight -> that weight's name."""
         out: dict[str, str] = {}
         for c in self.weights.values():
             out |= {n: c.name for n in (c.codes, c.scale, c.factor) if n}
@@ -95,7 +95,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
             scales[weight] = name
     packing = find_packing(quantization(config), {n: dtype for n, (dtype, _) in table.items()})
     if packing is not None and packing.example not in scales:
-        raise _foreign(f"`{packing.example}` is {packing.software}: packed integers, which are not dequantised", where)
+        raise _foreign(f"`{packing.example}` is {packing.software}: packed integers, which are not dequantized", where)
     bare = []
     block = config_block(config)
     for name, (dtype, shape) in table.items():
@@ -122,7 +122,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
 
 
 def _foreign(what: str, where: str) -> UnsupportedError:
-    return UnsupportedError(what, where=where, hint="take the model as it was before it was quantised")
+    return UnsupportedError(what, where=where, hint="take the model as it was before it was quantized")
 
 
 def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str, fp8: str) -> Coded:

@@ -24,7 +24,7 @@ DTYPE_FIELDS = ("torch_dtype", "dtype")
 
 def mapped_fields(config: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
     """A config whose fields are changed, and those of its sections (``text_config``, ``vision_config``, ...); what it
-    says about quantisation stays."""
+    says about quantization stays."""
     return {k: mapped_fields(v, change) if is_part(k, v) else change(k, v) for k, v in config.items()}
 
 
@@ -47,7 +47,7 @@ class ConfigScheme(NamedTuple):
     """A config's statements about its weights."""
 
     scheme: Scheme | None
-    """None: they are not quantised."""
+    """None: they are not quantized."""
     ignored: tuple[str, ...] = ()
     """Modules that are not."""
     preset: str = ""
@@ -55,7 +55,7 @@ class ConfigScheme(NamedTuple):
 
 
 def section(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of config.json that speaks of quantisation; {} if there is none. Raises ConflictError for odd ones."""
+    """The part of config.json that speaks of quantization; {} if there is none. Raises ConflictError for odd ones."""
     for place in config_places(config):
         for name in QUANTIZATION:
             found = place.get(name)
@@ -63,7 +63,7 @@ def section(config: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConflictError(
                     f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
                     where=f"config.json: {name}",
-                    hint='{"quant_method": ...} says how weights are quantised; omit it if they are not',
+                    hint='{"quant_method": ...} says how weights are quantized; omit it if they are not',
                 )
             if found:
                 return dict(found)
@@ -159,7 +159,7 @@ def _sides(value: object, path: str) -> tuple[int, int]:
 
 def _unknown(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"config.json says that the weights are quantised by `{what}`, whose sizes do not follow from it",
+        f"config.json says that the weights are quantized by `{what}`, whose sizes do not follow from it",
         hint="give the checkpoint itself, whose headers say them, or a --recipe",
     )
 
@@ -272,7 +272,7 @@ def _format(scheme: Scheme) -> str:
 
 
 def _groups(scheme: Scheme) -> dict[str, Any]:
-    """One group of compressed-tensors' ``config_groups``: how weights and activations are quantised."""
+    """One group of compressed-tensors' ``config_groups``: how weights and activations are quantized."""
     bits = 4 if scheme.code == "F4" else 8
     common: dict[str, Any] = {"num_bits": bits, "type": "float", "symmetric": True}
     strategy = {"nvfp4": "tensor_group", "mxfp8": "group", "mxfp4": "group"}.get(scheme.recipe, scheme.recipe)

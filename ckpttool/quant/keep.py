@@ -1,7 +1,7 @@
 """Tensors that a recipe leaves in high precision.
 
 What everybody keeps: vectors (norms, biases), embeddings and output heads, routers, convolutions, vision towers. What
-published models keep besides is in the presets: DeepSeek quantises its latent projections and shared experts and keeps
+published models keep besides is in the presets: DeepSeek quantizes its latent projections and shared experts and keeps
 ``eh_proj`` and the indexer's ``weights_proj``, which the element counts of its files prove.
 """
 
@@ -102,9 +102,9 @@ class Keep:
     keep: Sequence[str] = ()
     include: Sequence[str] = ()
     ignored: Collection[str] = ()
-    """Modules that the source's config names as not quantised."""
+    """Modules that the source's config names as not quantized."""
     among: Collection[str] | None = None
-    """The weights that are quantised in a source that is; what it has in high precision stays so."""
+    """The weights that are quantized in a source that is; what it has in high precision stays so."""
     _preset: re.Pattern[str] | None = None
     _known: dict[str, bool] = field(default_factory=dict)
     """The preset's answer by the name without its numbers: no preset has any."""
@@ -133,7 +133,7 @@ class Keep:
                     raise UsageError(f"{option} `{p}` matches no tensor", hint=pattern_hint(p, names))
 
     def why(self, w: Weight) -> str:
-        """The reason why the tensor stays as it is; "" if it is to be quantised."""
+        """The reason why the tensor stays as it is; "" if it is to be quantized."""
         if len(w.shape) < 2:
             return "vector"
         if w.dtype not in CASTABLE:
@@ -142,7 +142,7 @@ class Keep:
         if not (len(w.shape) == 2 and w.name.endswith(".weight")) and not (experts and "bias" not in w.name):
             return "no Linear"
         if w.in_out and not experts:
-            return "no Linear"  # GPT-2's Conv1D, which no quantised model replaces
+            return "no Linear"  # GPT-2's Conv1D, which no quantized model replaces
         if 0 in w.shape:
             return "empty"
         if any(compile_pattern(p).search(w.name) for p in self.include):
@@ -184,7 +184,7 @@ def treat(weights: Iterable[Weight], scheme: Scheme | None, keep: Keep) -> list[
     weights = list(weights)
     if scheme is None:
         return [Treated(w, (), "no recipe") for w in weights]
-    with bounded("--keep and --include, or the modules that config.json does not quantise", len(weights)):
+    with bounded("--keep and --include, or the modules that config.json does not quantize", len(weights)):
         reasons = [keep.why(w) for w in weights]
     out = []
     skips = scheme.edge == "skip" and scheme.recipe == "block"

@@ -26,7 +26,7 @@ from ckpttool.core.plan import Rounding
 from ckpttool.errors import LayoutError, UnsupportedError, UsageError
 
 RECIPES = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
-"""Kinds of quantisation."""
+"""Kinds of quantization."""
 
 METHODS = {
     "tensor": ("compressed-tensors", "fp8", "modelopt"),
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A quantisation of weights. Make one with ``scheme``, which checks it."""
+    """A quantization of weights. Make one with ``scheme``, which checks it."""
 
     recipe: str
     method: str
@@ -186,7 +186,7 @@ def check_together(made: Iterable[tuple[str, Sequence[Form]]]) -> None:
         raise UsageError(
             f"`{packed}` cannot be MXFP4 beside `{blocks}`: nobody reads other MXFP4 weights in a model with"
             " gpt-oss's experts",
-            hint="--keep-preset experts-only, without --include, quantises experts alone; or take another --recipe",
+            hint="--keep-preset experts-only, without --include, quantizes experts alone; or take another --recipe",
         )
 
 

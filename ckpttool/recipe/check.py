@@ -53,7 +53,7 @@ def dtype_named(value: Value) -> str:
         return kind.name
     value.wrong(
         f"a merge does not write {text}",
-        hint="merge to bfloat16, and quantise the result with a tool for that"
+        hint="merge to bfloat16, and quantize the result with a tool for that"
         if kind.name.startswith("F8")
         else "float32, float16 or bfloat16",
         error=UnsupportedError,

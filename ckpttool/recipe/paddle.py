@@ -80,8 +80,8 @@ def parse_paddle(text: str, name: str = "merge_config.json", *, beside: Path | N
     qdq = fields.get("merge_with_qdq_base_model")
     if qdq is not None and qdq.flag():
         qdq.wrong(
-            "merging into a base that keeps its quantised form is not supported",
-            hint="set it to false: quantised bases are dequantised with their scales",
+            "merging into a base that keeps its quantized form is not supported",
+            hint="set it to false: quantized bases are dequantized with their scales",
             error=UnsupportedError,
         )
     prefix = _text(fields, "merge_prefix") or "model"

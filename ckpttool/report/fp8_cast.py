@@ -22,8 +22,8 @@ def _cast_json(prepared: Prepared) -> dict[str, Any]:
         "source": str(source.path),
         "source_bytes": sum(f.size for f in source.catalog.files),
         "recipe": str(recoded.scheme) if recoded and recoded.scheme else None,
-        "quantised": recoded.quantised if recoded else 0,
-        "dequantised": recoded.dequantised if recoded else 0,
+        "quantized": recoded.quantized if recoded else 0,
+        "dequantized": recoded.dequantized if recoded else 0,
         "same": recoded.same if recoded else 0,
         "kept": dict(recoded.kept) if recoded else {},
         "target": target.target_json(prepared),
@@ -37,12 +37,12 @@ def _summary(prepared: Prepared) -> str:
     if recoded is None:
         return ""
     parts = []
-    if recoded.quantised:
-        parts.append(f"{count(recoded.quantised, 'weight')} quantised ({recoded.scheme})")
+    if recoded.quantized:
+        parts.append(f"{count(recoded.quantized, 'weight')} quantized ({recoded.scheme})")
     if recoded.same:
         parts.append(f"{count(recoded.same, 'weight')} already so")
-    if recoded.dequantised:
-        parts.append(f"{count(recoded.dequantised, 'weight')} dequantised to {recoded.dtype}")
+    if recoded.dequantized:
+        parts.append(f"{count(recoded.dequantized, 'weight')} dequantized to {recoded.dtype}")
     if recoded.kept:
         why = ", ".join(f"{n:,} {w}" for w, n in recoded.kept.items())
         parts.append(f"{sum(recoded.kept.values()):,} kept ({why})")

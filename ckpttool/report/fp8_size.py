@@ -66,11 +66,11 @@ def _recipe(report: SizeReport) -> str:
     applied = report.applied
     if report.model.packing is not None:
         return f"{applied.recipe}: {report.model.packing.software}, packed integers"
-    if applied.scheme is not None and applied.quantised:
+    if applied.scheme is not None and applied.quantized:
         static = ", static activations" if applied.scheme.static else ""
         said = f"{applied.recipe}: " if applied.recipe == "as-is" else ""
         return f"{said}{applied.scheme}{static} ({applied.scheme.method})"
-    if applied.recipe == "bf16" or not applied.quantised:
+    if applied.recipe == "bf16" or not applied.quantized:
         return f"{applied.recipe}: in high precision"
     return "as-is: what is stored"
 
@@ -120,7 +120,7 @@ def _head(report: SizeReport) -> str:
         f"{model.format}, family {model.family.name}, recipe {_recipe(report)}",
         f"{total.parameters:,} parameters, {total.elements:,} stored elements, {total.nbytes:,} bytes",
     ]
-    if applied.kept and applied.quantised:
+    if applied.kept and applied.quantized:
         why = ", ".join(f"{n:,} {w}" for w, n in applied.kept.items())
         lines.append(f"{count(sum(applied.kept.values()), 'tensor')} in high precision ({why})")
     return "\n".join(lines)
@@ -251,7 +251,7 @@ def _json(report: SizeReport, by: str) -> dict[str, Any]:
         "ok": report.ok,
         "recipe": {
             "name": applied.recipe,
-            "quantised": applied.quantised or report.model.packing is not None,
+            "quantized": applied.quantized or report.model.packing is not None,
             "scheme": None
             if chosen is None
             else {

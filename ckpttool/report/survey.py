@@ -342,7 +342,7 @@ def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
         outliers = largest([s.amax / s.std if s and s.amax is not None and s.std else None for s in matrices])
         said = (
             "The largest absolute value by the standard deviation, of the matrix of a module where it is largest."
-            " Normally distributed weights have 5 to 6; quantisation suffers from large ones."
+            " Normally distributed weights have 5 to 6; quantization suffers from large ones."
         )
         yield _heatmap(layers, inside, outliers, ("outliers", f"Outliers by layer and module{of}", said), "amax / std")
     zeros = share([s.zeros for s in stats], [s.elements for s in stats])

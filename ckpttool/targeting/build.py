@@ -65,7 +65,7 @@ class Prepared:
     removed: tuple[int, int] = (0, 0)
     """(tensors, bytes) that --remove-keys or --keep-keys left out."""
     recoded: Recoded | None = None
-    """What was dequantised and quantised on the way."""
+    """What was dequantized and quantized on the way."""
     computed: Computed | None = None
     """How the tensors come about that are in no file of the source."""
     selection: Selection = field(default_factory=Selection)
@@ -193,7 +193,7 @@ def _not_cast(table: Mapping[str, DerivedTensor], dtype: str) -> list[str]:
     if not coded:
         return []
     return [
-        f"{count(len(coded), 'quantised weight')} kept: --dtype does not change them, --dequant {dtype.lower()} does"
+        f"{count(len(coded), 'quantized weight')} kept: --dtype does not change them, --dequant {dtype.lower()} does"
     ]
 
 

@@ -43,7 +43,7 @@ from ckpttool.planning.relate import DerivedTensor, TensorTable, parameters
 from ckpttool.storage.below import files_below
 from ckpttool.storage.listing import WEIGHTS, list_source
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
-from ckpttool.targeting.recode import Recoded, Recoding, is_quantised
+from ckpttool.targeting.recode import Recoded, Recoding, is_quantized
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.target import Target
 
@@ -68,8 +68,8 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
         chosen = several.models()
     selections = several.selections(selection)
     opened = {p: several.open(p) for p in chosen}
-    if recoding is not None and recoding.scheme is None and any(map(is_quantised, opened.values())):
-        opened = {p: c for p, c in opened.items() if is_quantised(c)}
+    if recoding is not None and recoding.scheme is None and any(map(is_quantized, opened.values())):
+        opened = {p: c for p, c in opened.items() if is_quantized(c)}
     return several.joined({p: plan(c, in_part(p, target), selections[p.name]) for p, c in opened.items()})
 
 
@@ -121,7 +121,7 @@ class Several:
         return open_checkpoint(part.place, self.parts.options(part))
 
     def models(self) -> list[PipelinePart]:
-        """The parts that are quantised: those that were asked for by name, or the only model.
+        """The parts that are quantized: those that were asked for by name, or the only model.
 
         Raises UsageError when there are several, which nobody wants all of.
         """
@@ -133,11 +133,11 @@ class Several:
             every = " ".join(f"--part {p.name}" for p in self.parts.all)
             first = next((p.name for p in found if p.name in ("transformer", "unet")), self.parts.all[0].name)
             raise UsageError(
-                f"which of the {len(self.parts.all)} parts of SRC are to be quantised? {_names(self.parts.all)}",
+                f"which of the {len(self.parts.all)} parts of SRC are to be quantized? {_names(self.parts.all)}",
                 where=str(self.source.path),
                 hint=f"choose with --part {first}; all of them: {every}",
             )
-        self.notes.append(f"quantised: {found[0].name}, the only part whose config.json names a model (--part: others)")
+        self.notes.append(f"quantized: {found[0].name}, the only part whose config.json names a model (--part: others)")
         return found
 
     def selections(self, selection: Selection) -> dict[str, Selection]:
@@ -245,8 +245,8 @@ def _recoded(ones: Sequence[Prepared]) -> Recoded | None:
             kept[why] = kept.get(why, 0) + n
     return replace(
         found[0],
-        quantised=sum(r.quantised for r in found),
-        dequantised=sum(r.dequantised for r in found),
+        quantized=sum(r.quantized for r in found),
+        dequantized=sum(r.dequantized for r in found),
         same=sum(r.same for r in found),
         kept=kept,
     )

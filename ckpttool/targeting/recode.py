@@ -1,4 +1,4 @@
-"""Weights in another precision on their way to the output: dequantised, quantised, or one after the other.
+"""Weights in another precision on their way to the output: dequantized, quantized, or one after the other.
 
     checkpoint -> which tensors are codes and scales -> what becomes of each weight -> a checkpoint whose changed
     tensors are in no file yet, and the steps that make them
@@ -48,7 +48,7 @@ from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import removal_note
 
 HIGH = ("BF16", "F16", "F32")
-"""What quantised weights can be written as."""
+"""What quantized weights can be written as."""
 
 _BY_CONFIG = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "half": "F16", "float": "F32"}
 
@@ -58,7 +58,7 @@ class Recoding:
     """What becomes of the weights."""
 
     scheme: Scheme | None = None
-    """How they are quantised; None: none of them is."""
+    """How they are quantized; None: none of them is."""
     dtype: str = ""
     """Dtype of weights that come out of codes; "" is what the config says, else BF16."""
     keep: Keep = field(default_factory=Keep)
@@ -78,11 +78,11 @@ class Recoded:
     dtype: str
     """Dtype of weights that came out of codes."""
     written: list[tuple[str, bytes]]
-    """Small files that say how weights are quantised, other than config.json."""
-    quantised: int = 0
-    dequantised: int = 0
+    """Small files that say how weights are quantized, other than config.json."""
+    quantized: int = 0
+    dequantized: int = 0
     same: int = 0
-    """Quantised weights that have the wanted form already."""
+    """Quantized weights that have the wanted form already."""
     kept: dict[str, int] = field(default_factory=dict)
     """Why tensors stay in high precision -> how many."""
     removed: tuple[int, int] = (0, 0)
@@ -96,12 +96,12 @@ def high(text: str, option: str) -> str:
     """A dtype for weights in high precision, as people write it. Raises UsageError for others."""
     found = parse(text).name
     if found not in HIGH:
-        raise UsageError(f"{option} {text}: dequantised weights are bf16, f16 or f32", hint="--recipe quantises")
+        raise UsageError(f"{option} {text}: dequantized weights are bf16, f16 or f32", hint="--recipe quantizes")
     return found
 
 
 def high_precision(config: Mapping[str, Any]) -> str:
-    """The dtype that the model had before it was quantised: the config's, else BF16."""
+    """The dtype that the model had before it was quantized: the config's, else BF16."""
     for place in config_places(config):
         for name in DTYPE_FIELDS:
             if isinstance(value := place.get(name), str) and value:
@@ -111,7 +111,7 @@ def high_precision(config: Mapping[str, Any]) -> str:
 
 
 def scaled(coded: Coded, views: Mapping[str, DerivedTensor], operands: Operands, label: str) -> Operand:
-    """What gives a quantised weight's values, in the shape in which its codes lie ([..., out, in] where ``turned``)."""
+    """What gives a quantized weight's values, in the shape in which its codes lie ([..., out, in] where ``turned``)."""
     codes = operands.stored(views[coded.codes], f"`{coded.codes}` of {label}")
     if coded.turned:
         *lead, k, n = coded.shape
@@ -124,7 +124,7 @@ def scaled(coded: Coded, views: Mapping[str, DerivedTensor], operands: Operands,
     return Scaled(codes, scale, coded.block, code, factor, coded.divides)
 
 
-def is_quantised(source: Checkpoint) -> bool:
+def is_quantized(source: Checkpoint) -> bool:
     """Whether any of its weights is codes and scales. Raises what finding them raises."""
     table = {v.name: (v.dtype, v.shape) for v in identity(source.catalog)}
     return bool(find_codes(table, source.config, where=str(source.path)).weights)
@@ -156,7 +156,7 @@ def _bare(scheme: Scheme) -> Scheme:
 
 
 def _like(wanted: Scheme | None, config: Mapping[str, Any]) -> Scheme | None:
-    """The recipe in the words of the software that quantised the source, if that has it."""
+    """The recipe in the words of the software that quantized the source, if that has it."""
     before = _said(config)
     blocks = section(config).get("quant_method") == "mxfp4"  # gpt-oss's, for which there is no other recipe
     if wanted is None or before is None or blocks or before.method not in METHODS[wanted.recipe]:
@@ -182,7 +182,7 @@ class _Recoder:
         self.before = before and _bare(before)
         self.dtype = recoding.dtype or high_precision(self.config)
         # Scales get the names that Hugging Face's files have, so weights must have those too. What is only
-        # dequantised may keep its names, and the other components then keep theirs.
+        # dequantized may keep its names, and the other components then keep theirs.
         self.renamed = self.scheme is not None and not source.capabilities.keeps_form and bool(source.ops)
         views = identity(source.catalog)
         if self.renamed:
@@ -203,9 +203,9 @@ class _Recoder:
         weights = self._weights(codes)
         if self.scheme is None and not codes.weights:
             raise UsageError(
-                "there is nothing to dequantise: no weight of the source is quantised",
+                "there is nothing to dequantize: no weight of the source is quantized",
                 where=str(self.source.path),
-                hint="ckpttool reshard SRC DST --dtype DTYPE casts weights that are not quantised",
+                hint="ckpttool reshard SRC DST --dtype DTYPE casts weights that are not quantized",
             )
         names = {w.name for w in weights}
         self.recoding.keep.check(names)
@@ -236,9 +236,9 @@ class _Recoder:
             if treated is None:
                 continue  # left out, or the codes or scales of a weight that was met before
             self._one(treated, codes.weights.get(weight), view, out)
-        if self.scheme is not None and not out.quantised and not out.same:
+        if self.scheme is not None and not out.quantized and not out.same:
             raise UsageError(
-                "there is nothing to quantise: every tensor stays as it is",
+                "there is nothing to quantize: every tensor stays as it is",
                 where=str(self.source.path),
                 hint="they stay because: " + ", ".join(f"{why} ({n})" for why, n in out.kept.items()),
             )
@@ -277,7 +277,7 @@ class _Recoder:
         return {n: tuple(group) for group in found.values() for n in group if len(group) > 1}
 
     def _whole(self, name: str) -> Operand:
-        """A weight as it is before it is quantised."""
+        """A weight as it is before it is quantized."""
         coded = self.codes.get(name)
         if coded is not None:
             return scaled(coded, self.views.table, self.operands, str(self.source.path))
@@ -291,8 +291,8 @@ class _Recoder:
             if coded is None:
                 self._copy(name, view)
             else:
-                out.dequantised += 1
-                self._dequantise(coded)
+                out.dequantized += 1
+                self._dequantize(coded)
             return
         if coded is not None and self._has_form(coded, treated.forms):
             out.same += 1
@@ -300,8 +300,8 @@ class _Recoder:
                 if n:
                     self._copy(n, self.views.table[n])
             return
-        out.quantised += 1
-        self._quantise(treated, coded, view)
+        out.quantized += 1
+        self._quantize(treated, coded, view)
 
     def _has_form(self, coded: Coded, forms: Sequence[Form]) -> bool:
         """Whether the weight is stored as the recipe would store it."""
@@ -350,7 +350,7 @@ class _Recoder:
         self.results.append((step, result))
         self._add(name, whole_tensor(StoredTensor(name, dtype, shape, file, 0, strides=strides), key))
 
-    def _dequantise(self, coded: Coded) -> None:
+    def _dequantize(self, coded: Coded) -> None:
         shape = coded.shape
         if coded.turned:
             shape = (*shape[:-2], shape[-1], shape[-2])
@@ -358,7 +358,7 @@ class _Recoder:
         step = self._compute(coded.name, self.dtype, shape, operand)
         self._put(coded.name, self.dtype, coded.shape, step, 0, turned=coded.turned)
 
-    def _quantise(self, treated: Treated, coded: Coded | None, view: DerivedTensor) -> None:
+    def _quantize(self, treated: Treated, coded: Coded | None, view: DerivedTensor) -> None:
         """Plan codes and scales.
 
         They are worked out the way round in which the recipe stores them; of a weight that is coded the other way
@@ -379,8 +379,8 @@ class _Recoder:
             if coded.turned != stored_turned:
                 if stored_turned:
                     raise UsageError(
-                        f"`{weight.name}` is quantised [in, out], and {scheme.recipe} codes lie [out, in]",
-                        hint="dequantise first: --to bf16",
+                        f"`{weight.name}` is quantized [in, out], and {scheme.recipe} codes lie [out, in]",
+                        hint="dequantize first: --to bf16",
                     )
                 back = True
                 rounding = rounding._replace(block=(rounding.block[1], rounding.block[0]))
@@ -405,11 +405,11 @@ class _Recoder:
         source, stored = self.source, self.source.stored
         notes = list(source.notes)
         if self.scheme is not None and not self.config:
-            notes.append("there is no config.json, so nothing tells engines how the weights are quantised")
+            notes.append("there is no config.json, so nothing tells engines how the weights are quantized")
         others = {k: t for k, t in source.catalog.tensors.items() if k.component != "model"}
         if self.renamed:
             if lost := [*dict.fromkeys(k.component for k in others), *run_names(source)]:
-                notes.append(f"{some(lost, 12)} left out: quantised weights are for serving")
+                notes.append(f"{some(lost, 12)} left out: quantized weights are for serving")
             others = {}
         if self.scheme is not None and (self.scheme.method, self.scheme.recipe) == ("modelopt", "tensor"):
             notes.append("ModelOpt's FP8 needs a scale for each layer's activations too, which takes data to find")
@@ -443,7 +443,7 @@ class _Recoder:
         config = without(self.config)
         if not self.config:
             return {}
-        if out.dequantised and self.scheme is None:
+        if out.dequantized and self.scheme is None:
             config = with_fields(config, dict.fromkeys(DTYPE_FIELDS, DTYPES[self.dtype].numpy))
         if self.scheme is not None:
             kept = self._kept()

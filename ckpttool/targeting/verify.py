@@ -22,7 +22,7 @@ def look_through(prepared: Prepared, written: Place) -> Checks:
     """What there is to check of an output, which is read through its format's reader.
 
     Knows nothing of the plan's moves: the source side goes through pieces and views, the written side through its own
-    headers, in which the safetensors library must read the same. What is dequantised or quantised is worked out once
+    headers, in which the safetensors library must read the same. What is dequantized or quantized is worked out once
     more, and compared where it was written.
     Raises VerifyError for what is missing, and for what should not be there.
     """

@@ -366,7 +366,7 @@ MERGE = "fixtures/merge/inputs"
 REPORTS = {
     "ranks": ["inspect", "fixtures/llama_tp8", "--stats", "--check", "--html"],
     "components": ["inspect", "fixtures/paddle_zcc/ep2_tp2_sharding2_ema", "--stats", "--html"],
-    "quantised": ["inspect", "fixtures/deepseek_v3", "--stats", "--html"],
+    "quantized": ["inspect", "fixtures/deepseek_v3", "--stats", "--html"],
     "change": ["inspect", f"{MERGE}/ft1", "--stats", "--diff", f"{MERGE}/ft2", "--values", "--html"],
     "merge": [
         "merge",

@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed(ray_fleet: LastingFleet, ray_nodes: RayNodes) -
     assert ray_fleet.lost
 
 
-@pytest.mark.parametrize("name", ["hf", "zcc", "deepspeed", "gguf", "quantised-optimizer"])
+@pytest.mark.parametrize("name", ["hf", "zcc", "deepspeed", "gguf", "quantized-optimizer"])
 def test_verification(name: str, ray_fleet: LastingFleet, tmp_path: Path) -> None:
     """Shares on nodes find what one machine finds, in the same words."""
     source, target = SAMPLES[name]

@@ -480,11 +480,11 @@ def test_whole_tensors_in_two_files(unified: Callable[[str], Path]) -> None:
     assert "duplicate-tensor" in ids(folder)
 
 
-def test_quantised_moments_keep_their_total(unified: Callable[[str], Path]) -> None:
+def test_quantized_moments_keep_their_total(unified: Callable[[str], Path]) -> None:
     folder = unified("nlp_llama_bf16_tp2_quantO1")
     wanted = load(folder / OPTIMIZER)
     states = {i.name: i for i in rebuild(folder).indexes}
-    assert any("before they were quantised" in n for n in states[OPTIMIZER].notes)
+    assert any("before they were quantized" in n for n in states[OPTIMIZER].notes)
     edit_json(folder / OPTIMIZER, lambda d: d["weight_map"].popitem())
     rebuild(folder)
     assert load(folder / OPTIMIZER) == wanted

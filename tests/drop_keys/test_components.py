@@ -101,7 +101,7 @@ def stored(folder: Path) -> dict[tuple[str, str], Raw]:
 @pytest.mark.sample("nlp_llama_bf16_tp2_quantO1", "pf12_llama_bf16_sharding2_nonmerge_optimshard2")
 @pytest.mark.parametrize("name", [*MERGED, *SEPARATE, *OTHERS])
 def test_unified_files_keep_what_is_in_them(name: str, tmp_path: Path) -> None:
-    """Names, files, dtypes and bytes stay: quantised moments are not decoded, shards not joined."""
+    """Names, files, dtypes and bytes stay: quantized moments are not decoded, shards not joined."""
     source, out = UNIFIED / name, tmp_path / "out"
     pattern = "*.layers.1.mlp.*"
     drop(source, out, pattern, "--verify")

@@ -253,7 +253,7 @@ def test_parts_that_are_written_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 @pytest.mark.parametrize("panel", [1 << 10, 1 << 20])
-def test_what_is_quantised_counts_panel_by_panel(tmp_path: Path, name: str, panel: int) -> None:
+def test_what_is_quantized_counts_panel_by_panel(tmp_path: Path, name: str, panel: int) -> None:
     """Whether blocks are read once or twice, and whether a factor needs a pass of its own."""
     shape = (256, 256)
     plan, _ = plain_plan(tmp_path / "src", SCHEMES[name], shape)

@@ -1,4 +1,4 @@
-"""Quantised tensors: panels and parts, the operands they come from, and what a crash leaves."""
+"""Quantized tensors: panels and parts, the operands they come from, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_empty_tensors_are_written_as_nothing(tmp_path: Path) -> None:
 
 
 def scaled(files: Files, rng: Any, shape: tuple[int, ...], kind: str, block: tuple[int, ...]) -> tuple[Scaled, Array]:
-    """A quantised weight of any kind, and its values."""
+    """A quantized weight of any kind, and its values."""
     full = tuple([b or n for b, n in zip(block, shape, strict=True)])
     grid = tuple([-(-n // b) for n, b in zip(shape, full, strict=True)])
     stored = {"f4": "U8", "i8": "I8", "fnuz": "F8_E4M3FNUZ", "e5m2": "F8_E5M2"}.get(kind, "F8_E4M3")
@@ -348,8 +348,8 @@ def test_scaled_operands_are_code_times_scale(tmp_path_factory: pytest.TempPathF
 @pytest.mark.product
 @pytest.mark.parametrize("kind", ["f4", "e4m3", "e8m0", "adapted"])
 @pytest.mark.parametrize("panel", [64, 1 << 16])
-def test_what_is_worked_out_is_quantised(tmp_path: Path, kind: str, panel: int) -> None:
-    """Quantised anew, or with an adapter; in float32, or in the dtype that an adapted weight has."""
+def test_what_is_worked_out_is_quantized(tmp_path: Path, kind: str, panel: int) -> None:
+    """Quantized anew, or with an adapter; in float32, or in the dtype that an adapted weight has."""
     files = Files(tmp_path / "src")
     rng = np.random.default_rng(3)
     shape = (20, 32)

@@ -37,7 +37,7 @@ SAMPLES: dict[str, tuple[str, Target]] = {
     "ranks": ("llama_tp8", Target(tp=2)),
     "cast": ("llama_tp8", Target(dtype="F32", format="hf")),
     "zcc": ("paddle_zcc/ep2_tp2_sharding2_ema", Target(format="flex")),
-    "quantised-optimizer": ("paddle_unified/nlp_llama_bf16_tp2_quantO1", Target(format="flex")),
+    "quantized-optimizer": ("paddle_unified/nlp_llama_bf16_tp2_quantO1", Target(format="flex")),
     "dcp": ("dcp/hsdp2x2_llama/checkpoint", Target(format="dcp", sharding=3)),
     "deepspeed": ("torch/deepspeed/z1", Target(format="dcp")),
     "megatron": ("megatron/legacy/qwen3_moe_te_ep2", Target(format="hf")),

@@ -61,7 +61,7 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
             ("diff", "ckpttool inspect SRC --diff OTHER --values"),
             ("verify", "ckpttool inspect SRC --diff OTHER --values"),
             ("quantize", "ckpttool fp8-cast SRC DST"),
-            ("Quantise", "ckpttool fp8-cast SRC DST"),
+            ("Quantize", "ckpttool fp8-cast SRC DST"),
             ("dequantize", "ckpttool fp8-cast SRC DST --to bf16"),
             ("convert", "ckpttool reshard SRC DST --to FORMAT"),
             ("info", "use `ckpttool inspect SRC`"),
@@ -234,7 +234,7 @@ def test_one_file_of_several(line: str, files: int) -> None:
     assert match
     name, *rest = shlex.split(line)
     followed = [w for w in rest if not w.endswith(".safetensors")]
-    if name != "fp8-cast":  # the second is one of quantised weights, which take a recipe to quantise anew
+    if name != "fp8-cast":  # the second is one of quantized weights, which take a recipe to quantize anew
         assert ckpttool(name, match[1], *followed, "-q").code == 0
     assert run(f"inspect {{LLAMA}}/{'model_tp0.safetensors'} --depth 1").code == 0  # to look at one is fine
 
@@ -409,7 +409,7 @@ def test_nothing_is_asked_for() -> None:
     assert "same parallelism as SRC" not in run("reshard {LLAMA} other --tp-out 8").err
 
 
-def test_quantised_without_a_config() -> None:
+def test_quantized_without_a_config() -> None:
     shutil.copytree(TINY, "src")
     Path("src/config.json").unlink()
     assert "note: there is no config.json" in run("fp8-cast src dst").err
@@ -430,9 +430,9 @@ OTHERS = {
     "a part of names": ("inspect {LLAMA} --filter q_proj", "did you mean '*q_proj*'?"),
     "a part of names to keep": ("fp8-cast {LLAMA} o --keep q_proj", "did you mean '*q_proj*'?"),
     "a part of one name": ("inspect {LLAMA} --filter lm_head", "did you mean `lm_head.weight`?"),
-    "FP8 as a dtype": ("fp8-cast {LLAMA} o --to fp8", "--recipe quantises"),
+    "FP8 as a dtype": ("fp8-cast {LLAMA} o --to fp8", "--recipe quantizes"),
     "FP8 as a recipe": ("fp8-cast {LLAMA} o --recipe fp8", "FP8 is tensor, channel or block"),
-    "nothing to dequantise": ("fp8-cast {ONE} o --to bf16", "--dtype DTYPE casts"),
+    "nothing to dequantize": ("fp8-cast {ONE} o --to bf16", "--dtype DTYPE casts"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are decoded while they are read: quantised moments, and texts in pickles of protocol 2."""
+"""Tensors that are decoded while they are read: quantized moments, and texts in pickles of protocol 2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.command import ckpttool as command
 from tests.helpers.command import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-QUANTISED = FIXTURES / "paddle_unified" / "nlp_llama_bf16_tp2_quantO1"
+QUANTIZED = FIXTURES / "paddle_unified" / "nlp_llama_bf16_tp2_quantO1"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -151,7 +151,7 @@ def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FilePool, "read", None)
     monkeypatch.setattr("tempfile.mkdtemp", None)
     before = set(tmp_path.rglob("*"))
-    for path, name in ((QUANTISED, "moments"), (old, "text")):
+    for path, name in ((QUANTIZED, "moments"), (old, "text")):
         opened = ckpttool.open(path)
         assert {f.encoding.name for f in opened.catalog.files if f.encoding} == {name}
         assert command("inspect", path).code == 0
@@ -183,18 +183,18 @@ def test_old_pickles_are_operands_in_other_processes(tmp_path: Path, monkeypatch
     assert written(tmp_path / "a") == written(tmp_path / "b") != {}
 
 
-def test_quantised_moments_are_cut_like_others(tmp_path: Path) -> None:
+def test_quantized_moments_are_cut_like_others(tmp_path: Path) -> None:
     """In one step, or first as F32 and then cut."""
-    reshard(QUANTISED, tmp_path / "whole", "--to", "unified")
+    reshard(QUANTIZED, tmp_path / "whole", "--to", "unified")
     reshard(tmp_path / "whole", tmp_path / "a", "--to", "flex", "--tp-out", 2)
-    reshard(QUANTISED, tmp_path / "b", "--to", "flex", "--tp-out", 2, "--workers", 2, "--verify")
+    reshard(QUANTIZED, tmp_path / "b", "--to", "flex", "--tp-out", 2, "--workers", 2, "--verify")
     for path in (p for p in (tmp_path / "a").rglob("*.distcp") if p.is_file()):
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path
 
 
-@pytest.mark.parametrize("source", ["old", "quantised"])
+@pytest.mark.parametrize("source", ["old", "quantized"])
 def test_an_interrupted_run_goes_on(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    src = old_pickles(tmp_path / "old") if source == "old" else QUANTISED
+    src = old_pickles(tmp_path / "old") if source == "old" else QUANTIZED
     monkeypatch.setattr("ckpttool.execute.schedule._MIB", 1 << 12)
     reshard(src, tmp_path / "want", "--to", "unified")
     real, calls = Decoder.read, itertools.count()

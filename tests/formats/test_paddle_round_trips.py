@@ -175,7 +175,7 @@ def test_a_fused_qkv_is_cut_between_groups(tmp_path: Path) -> None:
 
 
 def test_resume_gives_the_same_files(tmp_path: Path) -> None:
-    """A quantised source is decoded into another temporary file in every run, and the plan is the same."""
+    """A quantized source is decoded into another temporary file in every run, and the plan is the same."""
     src = UNIFIED / "nlp_llama_bf16_tp2_quantO1"
     reshard(src, tmp_path / "one", "--to", "flex", "--tp-out", 2)
     from ckpttool.checkpoint import open_checkpoint

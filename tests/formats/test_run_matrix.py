@@ -309,7 +309,7 @@ def test_a_file_of_torch(form: str, where: str, tmp_path: Path) -> None:
             assert form.startswith("without") or named("param_groups", done.err)
 
 
-def test_quantised_weights_are_no_run(tmp_path: Path) -> None:
+def test_quantized_weights_are_no_run(tmp_path: Path) -> None:
     done = ckpttool("fp8-cast", put_down("sgd", tmp_path / "src"), tmp_path / "out")
     assert done.code == 0, done.err
     assert all(named(word, done.err) for word in ("param_groups", *PLAIN))

@@ -188,7 +188,7 @@ def test_select_is_for_nested_files(tmp_path: Path) -> None:
 CLASSES = "tests.peers.torch_files"
 ODD = {
     "sparse": "`a` is not a plain tensor (sparse tensor)",
-    "quantised": "`a` is not a plain tensor (qtensor)",
+    "quantized": "`a` is not a plain tensor (qtensor)",
     "meta": "`a` is not a plain tensor (meta tensor)",
     "a module": "a whole module (torch.nn.modules.linear.Linear)",
     "complex128": "`a` is of torch's type ComplexDoubleStorage",

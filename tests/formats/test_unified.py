@@ -70,12 +70,12 @@ def test_holds_what_the_ranks_held(name: str, tmp_path: Path) -> None:
     assert len(wanted) > 20
 
 
-def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
+def test_quantized_state_is_within_half_a_step(tmp_path: Path) -> None:
     """moment1 is stored in 255 steps of its largest value, and the root of moment2 in 255 steps of its inverse."""
     name = "nlp_llama_bf16_tp2_quantO1"
     out = tmp_path / "out"
     done = reshard(FIXTURES / name, out, "--to", "unified")
-    assert "quantised" in done.err
+    assert "quantized" in done.err
     state = read_folder(out, "optimizer-*.safetensors")
     raw = read_folder(FIXTURES / name, "optimizer-*.safetensors")
     key = "llama.layers.0.self_attn.q_proj.weight/"
@@ -89,8 +89,8 @@ def test_quantised_state_is_within_half_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", [1, 4, 100])
-def test_quantised_state_of_any_shape(bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O1 and O2 as their quantiser defines them, in blocks smaller than the tensor or than one of its rows."""
+def test_quantized_state_of_any_shape(bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1 and O2 as their quantizer defines them, in blocks smaller than the tensor or than one of its rows."""
     monkeypatch.setattr(encodings, "BLOCK", 4 * block)
     rng = np.random.default_rng(3)
     shape = (64, 6)
@@ -134,7 +134,7 @@ def test_quantised_state_of_any_shape(bits: int, block: int, tmp_path: Path, mon
         ("moment1_0@scales", None, "moment1_0@scales` is missing"),
     ],
 )
-def test_quantised_state_that_does_not_fit_is_refused(state: str, other: Any, words: str, tmp_path: Path) -> None:
+def test_quantized_state_that_does_not_fit_is_refused(state: str, other: Any, words: str, tmp_path: Path) -> None:
     scales = {f"w/moment{s}_scales": np.ones(6, "f4") for s in ("2_0@min", "2_0@max")} | {
         "w/moment1_0@scales": np.ones(6, "f4")
     }

@@ -1,6 +1,6 @@
-"""What quantised weights are, in plain numpy and ml_dtypes: the judge of ``fp8-cast``. Shares nothing with ckpttool.
+"""What quantized weights are, in plain numpy and ml_dtypes: the judge of ``fp8-cast``. Shares nothing with ckpttool.
 
-``quantised`` says what a recipe makes of a weight, ``dequantised`` what codes and scales stand for.
+``quantized`` says what a recipe makes of a weight, ``dequantized`` what codes and scales stand for.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def together(tensors: Tensors) -> dict[str, np.float32]:
     return {n: np.float32(max(np.abs(floats(tensors[m])).max() for m in g)) for g in groups.values() for n in g}
 
 
-def quantised(case: Case, name: str, raw: Raw, block: tuple[int, int], most: np.float32 | None = None) -> Tensors:
+def quantized(case: Case, name: str, raw: Raw, block: tuple[int, int], most: np.float32 | None = None) -> Tensors:
     """What becomes of the weight ``name`` [N, K]; ``most`` is the largest magnitude that NVFP4 goes by."""
     x = floats(raw)
     stem = name.removesuffix(".weight")
@@ -201,7 +201,7 @@ def quantised(case: Case, name: str, raw: Raw, block: tuple[int, int], most: np.
         }
 
 
-def dequantised(tensors: Tensors, block: tuple[int, int] = (128, 128), *, dtype: str = "BF16") -> Tensors:
+def dequantized(tensors: Tensors, block: tuple[int, int] = (128, 128), *, dtype: str = "BF16") -> Tensors:
     """Every weight of a checkpoint with Hugging Face's names: code * scale in float32, rounded once."""
     out: Tensors = {}
     for name, raw in tensors.items():

@@ -53,7 +53,7 @@ def weight(seed: int, shape: tuple[int, ...], dtype: str = "BF16") -> Raw:
 
 
 def linear(dtype: str = "BF16") -> Tensors:
-    """The weights of one layer that are to be quantised."""
+    """The weights of one layer that are to be quantized."""
     at = "model.layers.0."
     return {f"{at}{n}.weight": weight(i, shape, dtype) for i, (n, shape) in enumerate(LINEAR.items())}
 

@@ -1,4 +1,4 @@
-"""Quantised weights in reshard and merge: scales travel, ``--dequant`` and ``--requant`` change what is stored."""
+"""Quantized weights in reshard and merge: scales travel, ``--dequant`` and ``--requant`` change what is stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fp8_cast.judge import Case, dequantised, floats, quantised, stored
+from tests.fp8_cast.judge import Case, dequantized, floats, quantized, stored
 from tests.fp8_cast.models import FIXTURES, LLAMA, cast, config_of, linear, llama, others, refused, sound
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Tensors, assert_same, read_all, save_hf
@@ -74,17 +74,17 @@ def test_a_cut_inside_a_block_is_refused(bf16: Path, tmp_path: Path) -> None:
 def test_the_way_out_of_a_cut_inside_a_block(bf16: Path, tmp_path: Path) -> None:
     """--requant with smaller blocks, or --dequant."""
     cast(bf16, tmp_path / "fp8", "--block", "32x32")
-    high = dequantised(read_all(tmp_path / "fp8"), (32, 32), dtype="F32")
+    high = dequantized(read_all(tmp_path / "fp8"), (32, 32), dtype="F32")
     names = set(linear())
     expected: Tensors = {}
     for name, raw in high.items():
-        expected |= quantised(BLOCK, name, raw, (16, 16)) if name in names else {name: raw}
+        expected |= quantized(BLOCK, name, raw, (16, 16)) if name in names else {name: raw}
     reshard(tmp_path / "fp8", tmp_path / "two", "--tp-out", 2, "--requant", "block:16x16", "--verify")
     assert_same(back_to_one(tmp_path / "two", tmp_path / "one"), expected)
     quant = config_of(tmp_path / "one")["quantization_config"]
     assert quant["weight_block_size"] == [16, 16]
     reshard(tmp_path / "fp8", tmp_path / "plain", "--tp-out", 2, "--dequant", "bf16", "--verify")
-    assert_same(back_to_one(tmp_path / "plain", tmp_path / "back"), dequantised(read_all(tmp_path / "fp8"), (32, 32)))
+    assert_same(back_to_one(tmp_path / "plain", tmp_path / "back"), dequantized(read_all(tmp_path / "fp8"), (32, 32)))
     assert "quantization_config" not in config_of(tmp_path / "plain")
 
 
@@ -106,16 +106,16 @@ def test_the_way_out_where_projections_are_fused(bf16: Path, tmp_path: Path, req
 
 @pytest.mark.sample("f16")
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_dequantised_on_the_way(dtype: str, tmp_path: Path) -> None:
+def test_dequantized_on_the_way(dtype: str, tmp_path: Path) -> None:
     reshard(DEEPSEEK, tmp_path / "dst", "--dequant", dtype, "--verify")
-    assert_same(read_all(tmp_path / "dst"), dequantised(read_all(DEEPSEEK), dtype=dtype.upper()))
+    assert_same(read_all(tmp_path / "dst"), dequantized(read_all(DEEPSEEK), dtype=dtype.upper()))
     sound(tmp_path / "dst")
 
 
 @pytest.mark.sample("deepseek", "ranks")
 @pytest.mark.parametrize("to", ["deepseek", "vllm", "ranks"])
-def test_dequantised_for_other_formats(to: str, tmp_path: Path) -> None:
-    """The same as dequantising first."""
+def test_dequantized_for_other_formats(to: str, tmp_path: Path) -> None:
+    """The same as dequantizing first."""
     cast(DEEPSEEK, tmp_path / "plain", "--to", "bf16")
     words = ["--to", to, "--tp-out", 2]
     reshard(DEEPSEEK, tmp_path / "dst", *words, "--dequant", "bf16", "--verify")
@@ -124,7 +124,7 @@ def test_dequantised_for_other_formats(to: str, tmp_path: Path) -> None:
     assert found == {p.name: p.read_bytes() for p in (tmp_path / "expected").glob("*.safetensors")}
 
 
-def test_quantised_on_the_way(bf16: Path, tmp_path: Path) -> None:
+def test_quantized_on_the_way(bf16: Path, tmp_path: Path) -> None:
     """--requant is what fp8-cast does."""
     reshard(bf16, tmp_path / "dst", "--requant", "channel", "--verify")
     cast(bf16, tmp_path / "expected", "--recipe", "channel")
@@ -154,16 +154,16 @@ def test_options_that_make_no_sense(options: list[object], words: str, fp8: Path
     assert not (tmp_path / "dst").exists()
 
 
-def test_dtype_says_that_it_does_not_dequantise(bf16: Path, fp8: Path, tmp_path: Path) -> None:
+def test_dtype_says_that_it_does_not_dequantize(bf16: Path, fp8: Path, tmp_path: Path) -> None:
     words = ("--to", "hf", "--dtype", "bf16")
-    note = "7 quantised weights kept: --dtype does not change them, --dequant bf16 does"
+    note = "7 quantized weights kept: --dtype does not change them, --dequant bf16 does"
     assert note in ckpttool("reshard", fp8, tmp_path / "kept", *words).err
-    assert "quantised" not in ckpttool("reshard", bf16, tmp_path / "cast", *words).err
+    assert "quantized" not in ckpttool("reshard", bf16, tmp_path / "cast", *words).err
     assert "--dequant" not in ckpttool("reshard", fp8, tmp_path / "again", *words, "--requant", "channel").err
 
 
-def test_nothing_to_dequantise(bf16: Path, tmp_path: Path) -> None:
-    assert "nothing to dequantise" in refused("reshard", bf16, tmp_path / "dst", "--dequant", "bf16", code=2)
+def test_nothing_to_dequantize(bf16: Path, tmp_path: Path) -> None:
+    assert "nothing to dequantize" in refused("reshard", bf16, tmp_path / "dst", "--dequant", "bf16", code=2)
 
 
 # -- merge
@@ -175,11 +175,11 @@ def merged(dst: Path, *arguments: object) -> Tensors:
     return read_all(dst)
 
 
-def test_a_quantised_model_and_one_that_is_not(bf16: Path, fp8: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_and_one_that_is_not(bf16: Path, fp8: Path, tmp_path: Path) -> None:
     """The average of the values, in the dtype that --dequant says."""
     tuned = {n: stored("BF16", floats(r) + np.float32(0.01)) for n, r in read_all(bf16).items()}
     save_hf(tmp_path / "tuned", tuned, LLAMA)
-    values = dequantised(read_all(fp8), (16, 16), dtype="F32")
+    values = dequantized(read_all(fp8), (16, 16), dtype="F32")
     for dequant in ("bf16", "f32"):
         rounded = {n: floats(stored("BF16" if r.dtype == "BF16" else "F32", floats(r))) for n, r in values.items()}
         found = merged(tmp_path / dequant, fp8, tmp_path / "tuned", "--dequant", dequant, "--dtype", "f32")
@@ -190,24 +190,24 @@ def test_a_quantised_model_and_one_that_is_not(bf16: Path, fp8: Path, tmp_path: 
         assert "quantization_config" not in config_of(tmp_path / dequant)
 
 
-def test_dequant_needs_something_quantised(bf16: Path, tmp_path: Path) -> None:
+def test_dequant_needs_something_quantized(bf16: Path, tmp_path: Path) -> None:
     shutil.copytree(bf16, tmp_path / "other")
     done = ckpttool("merge", bf16, tmp_path / "other", "-o", tmp_path / "dst", "--dequant", "bf16")
     assert done.code == 2
-    assert "no weight of the sources is quantised" in done.err
+    assert "no weight of the sources is quantized" in done.err
 
 
 def test_shards_of_one_model(fp8: Path, tmp_path: Path) -> None:
     reshard(fp8, tmp_path / "cut", "--tp-out", 2)
     found = merged(tmp_path / "dst", tmp_path / "cut", "--dequant", "bf16")
-    assert_same(found, dequantised(read_all(fp8), (16, 16)))
+    assert_same(found, dequantized(read_all(fp8), (16, 16)))
     assert "quantization_config" not in config_of(tmp_path / "dst")
     assert_same(merged(tmp_path / "codes", tmp_path / "cut"), read_all(fp8))
 
 
-def test_two_quantised_models(fp8: Path, tmp_path: Path) -> None:
+def test_two_quantized_models(fp8: Path, tmp_path: Path) -> None:
     """They are averaged by their values, never by their codes."""
-    values = dequantised(read_all(fp8), (16, 16), dtype="F32")
+    values = dequantized(read_all(fp8), (16, 16), dtype="F32")
     shutil.copytree(fp8, tmp_path / "other")
     found = merged(tmp_path / "dst", fp8, tmp_path / "other", "--dequant", "f32", "--dtype", "f32")
     for name, raw in found.items():

@@ -37,7 +37,7 @@ def test_what_is_no_linear_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_weights_are_quantised_whatever_the_model_is_called(name: str) -> None:
+def test_linear_weights_are_quantized_whatever_the_model_is_called(name: str) -> None:
     assert not Keep().why(Weight(f"{name}.weight", "BF16", (64, 64)))
 
 
@@ -51,11 +51,11 @@ def test_conv1d_is_told_by_the_model(model_type: str, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = read_all(tmp_path / "out")
     assert found["transformer.h.0.x.weight"].dtype == "F8_E4M3"
-    quantised = found["transformer.h.0.mlp.c_fc.weight"].dtype == "F8_E4M3"
-    assert quantised == (model_type == "gpt_neo")
+    quantized = found["transformer.h.0.mlp.c_fc.weight"].dtype == "F8_E4M3"
+    assert quantized == (model_type == "gpt_neo")
     size = ckpttool("fp8-size", source, "--recipe", "block", "--by", "tensor")
     assert size.code == 0, size.err
-    assert ("c_fc.weight_scale_inv" in size.out) == quantised
+    assert ("c_fc.weight_scale_inv" in size.out) == quantized
 
 
 @pytest.mark.product(one_in=2)
@@ -74,7 +74,7 @@ def test_a_cast_of_a_cast_changes_nothing(recipe: tuple[str, ...], tmp_path: Pat
     config = {"model_type": "llama", "torch_dtype": "bfloat16"}
     source = save_hf(tmp_path / "src", {"a.q_proj.weight": Raw("BF16", bits.astype("<u2"))}, config)
     first = ckpttool("fp8-cast", source, tmp_path / "one", "--recipe", *recipe)
-    assert "1 weight quantised" in first.err
+    assert "1 weight quantized" in first.err
     second = ckpttool("fp8-cast", tmp_path / "one", tmp_path / "two", "--recipe", *recipe)
     assert "1 weight already so" in second.err
     assert_same(read_all(tmp_path / "two"), read_all(tmp_path / "one"))

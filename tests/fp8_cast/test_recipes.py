@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fp8_cast.judge import CASES, Case, dequantised, quantised, together
+from tests.fp8_cast.judge import CASES, Case, dequantized, quantized, together
 from tests.fp8_cast.models import FORMATS, cast, config_of, linear, llama, others, refused, sound
 from tests.helpers.tensorfile import Raw, Tensors, assert_same, read_all, save_hf
 
@@ -33,7 +33,7 @@ def expected(case: Case, dtype: str, block: tuple[int, int]) -> Tensors:
     out, weights = others(dtype), linear(dtype)
     most = together(weights)
     for name, raw in weights.items():
-        out |= quantised(case, name, raw, block, most[name])
+        out |= quantized(case, name, raw, block, most[name])
     return out
 
 
@@ -76,7 +76,7 @@ def test_bytes(case: Case, dtype: str, source: Source, tmp_path: Path) -> None:
     cast(tmp_path / "dst", tmp_path / "back", "--to", "bf16")
     kept = others(dtype)
     back = read_all(tmp_path / "back")
-    assert_same(back, dequantised(written, BLOCK) | kept)
+    assert_same(back, dequantized(written, BLOCK) | kept)
     config = config_of(tmp_path / "back")
     assert "quantization_config" not in config
     assert config["torch_dtype"] == "bfloat16"
@@ -173,7 +173,7 @@ def test_edges(tmp_path: Path) -> None:
     save_hf(tmp_path / "src", state, {"architectures": ["X"]})
     case = CASES[7]
     cast(tmp_path / "src", tmp_path / "ceil")
-    made = {n: quantised(case, n, raw, (128, 128)) for n, raw in state.items()}
+    made = {n: quantized(case, n, raw, (128, 128)) for n, raw in state.items()}
     assert made["a.odd_proj.weight"]["a.odd_proj.weight_scale_inv"].bits.shape == (2, 2)
     assert_same(read_all(tmp_path / "ceil"), made["a.odd_proj.weight"] | made["a.whole_proj.weight"])
     assert "--edge skip" in cast(tmp_path / "src", tmp_path / "skip", "--edge", "skip").err

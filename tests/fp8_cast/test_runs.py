@@ -16,7 +16,7 @@ import pytest
 
 from ckpttool.errors import OutputError
 from ckpttool.execute import quantize, strided
-from tests.fp8_cast.judge import CASES, Case, quantised
+from tests.fp8_cast.judge import CASES, Case, quantized
 from tests.fp8_cast.models import FORMATS, ROOT, cast, linear, llama, refused
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import Raw, Tensors, assert_same, read_all, save_hf
@@ -60,7 +60,7 @@ def test_large_weights_are_rounded_as_small_ones_are(wide: Path, tmp_path: Path)
     cast(wide, tmp_path / "dst", "--memory", "4MiB")
     expected: Tensors = {}
     for name, raw in read_all(wide).items():
-        expected |= quantised(Case("block", "fp8", "F32"), name, raw, (128, 128))
+        expected |= quantized(Case("block", "fp8", "F32"), name, raw, (128, 128))
     assert_same(read_all(tmp_path / "dst"), expected)
 
 
@@ -166,7 +166,7 @@ def test_dry_run(tmp_path: Path) -> None:
     plan: dict[str, Any] = json.loads(done.out)
     assert not (tmp_path / "dst").exists()
     assert plan["schema"] == "ckpttool.fp8-cast-plan/1"
-    assert (plan["quantised"], plan["dequantised"], plan["same"]) == (7, 0, 0)
+    assert (plan["quantized"], plan["dequantized"], plan["same"]) == (7, 0, 0)
     assert plan["kept"] == {"vector": 3, "preset": 2}
     result = json.loads(cast(source, tmp_path / "dst", "--recipe", "nvfp4", "--json").out)
     assert result["schema"] == "ckpttool.fp8-cast/1"
@@ -175,7 +175,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert plan["tensor_bytes"] == sum(r.bits.nbytes for r in read_all(tmp_path / "dst").values())
     assert plan["source_bytes"] == (source / "model.safetensors").stat().st_size
     text = cast(source, tmp_path / "x", "--recipe", "nvfp4", "--dry-run")
-    assert "7 weights quantised (nvfp4, F8_E4M3 scales); 5 kept (" in text.err
+    assert "7 weights quantized (nvfp4, F8_E4M3 scales); 5 kept (" in text.err
 
 
 @pytest.mark.product(one_in=2)

@@ -1,4 +1,4 @@
-"""What is quantised already, and where weights come from: formats, ranks, shards, packed codes."""
+"""What is quantized already, and where weights come from: formats, ranks, shards, packed codes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from tests.fp8_cast.judge import (
     CASES,
     Case,
-    dequantised,
+    dequantized,
     exponents,
     floats,
     grown,
     halves,
-    quantised,
+    quantized,
     stored,
 )
 from tests.fp8_cast.models import (
@@ -57,12 +57,12 @@ BLOCK = CASES[7]
         ("deepseek_fp8", "F16"),
     ],
 )
-def test_dequantised(name: str, dtype: str, tmp_path: Path) -> None:
+def test_dequantized(name: str, dtype: str, tmp_path: Path) -> None:
     """In ``deepseek_fp8`` every scale lies in another shard than its weight, and rows and columns have edges."""
     cast(FORMATS / name, tmp_path / "dst", "--to", dtype, "--verify")
     source = read_all(FORMATS / name)
     assert any(r.dtype == "F8_E4M3" for r in source.values())
-    assert_same(read_all(tmp_path / "dst"), dequantised(source, dtype=dtype))
+    assert_same(read_all(tmp_path / "dst"), dequantized(source, dtype=dtype))
     there = tmp_path / "dst" / "config.json"
     assert not there.exists() or "quantization_config" not in config_of(there.parent)  # one says nothing else
     assert not (tmp_path / "dst" / "hf_quant_config.json").exists()
@@ -80,13 +80,13 @@ def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     [("ct_fp8_dynamic", CASES[7]), *(("deepseek_fp8", CASES[i]) for i in (0, 4, 12, 13, 14, 16))],
     ids=lambda x: x if isinstance(x, str) else x.recipe,
 )
-def test_quantised_anew(name: str, case: Case, tmp_path: Path) -> None:
+def test_quantized_anew(name: str, case: Case, tmp_path: Path) -> None:
     """From the float32 values that the codes stand for, not rounded to BF16 in between."""
     source = read_all(FORMATS / name)
     odd = [] if case.recipe in ("tensor", "channel", "block") or "deepseek" not in name else ["--keep", "*odd_proj*"]
     cast(FORMATS / name, tmp_path / "dst", *case.options, *odd)
-    high = dequantised(source, dtype="F32")
-    before = dequantised(source)
+    high = dequantized(source, dtype="F32")
+    before = dequantized(source)
     expected: Tensors = {}
     for n, raw in high.items():
         if n in source and source[n].dtype != "F8_E4M3":
@@ -94,7 +94,7 @@ def test_quantised_anew(name: str, case: Case, tmp_path: Path) -> None:
         elif odd and "odd_proj" in n:
             expected[n] = before[n]
         else:
-            expected |= quantised(case, n, raw, (128, 128))
+            expected |= quantized(case, n, raw, (128, 128))
     assert_same(read_all(tmp_path / "dst"), expected)
 
 
@@ -108,7 +108,7 @@ def test_what_has_the_form_already_is_copied(tmp_path: Path) -> None:
         assert "2 weights already so" in cast(tmp_path / recipe, tmp_path / f"{recipe}2", *words[:4]).err
         assert_same(read_all(tmp_path / f"{recipe}2"), read_all(tmp_path / recipe))
     answer = json.loads(cast(FORMATS / "deepseek_fp8", tmp_path / "again", "--json", "--edge", "ceil").out)
-    assert (answer["same"], answer["quantised"], answer["dequantised"]) == (3, 0, 0)
+    assert (answer["same"], answer["quantized"], answer["dequantized"]) == (3, 0, 0)
 
 
 # -- formats of ranks
@@ -154,7 +154,7 @@ def test_deepseeks_own_files(tmp_path: Path) -> None:
     cast(FIXTURES / "deepseek_v3_mp2", tmp_path / "mp2", "--to", "bf16", "--family", "deepseek", "--verify")
     cast(FIXTURES / "deepseek_v3", tmp_path / "hf", "--to", "bf16")
     found, wanted = read_all(tmp_path / "mp2"), read_all(tmp_path / "hf")
-    assert_same(wanted, dequantised(read_all(FIXTURES / "deepseek_v3")))
+    assert_same(wanted, dequantized(read_all(FIXTURES / "deepseek_v3")))
     assert found
     for name, raw in found.items():
         if name in wanted:
@@ -206,7 +206,7 @@ def test_gpt_oss_both_ways(tmp_path: Path) -> None:
             continue
         e, k, n = raw.bits.shape
         turned = raw.bits.swapaxes(1, 2)
-        each = [quantised(case, "x.weight", Raw("BF16", np.ascontiguousarray(w)), (1, 32)) for w in turned]
+        each = [quantized(case, "x.weight", Raw("BF16", np.ascontiguousarray(w)), (1, 32)) for w in turned]
         blocks = np.stack([t["x.weight_packed"].bits for t in each]).reshape(e, n, k // 32, 16)
         scales = np.stack([t["x.weight_scale"].bits for t in each])
         expected |= {f"{name}_blocks": Raw("U8", blocks), f"{name}_scales": Raw("U8", scales)}
@@ -245,7 +245,7 @@ def test_deepseek_v4_packs_experts_as_signed_bytes(tmp_path: Path) -> None:
     quant = {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "weight_block_size": [128, 128]}
     save_hf(tmp_path / "src", tensors, {"architectures": ["X"], "quantization_config": quant})
     cast(tmp_path / "src", tmp_path / "dst", "--to", "bf16", "--verify")
-    assert_same(read_all(tmp_path / "dst"), dequantised(tensors))
+    assert_same(read_all(tmp_path / "dst"), dequantized(tensors))
 
 
 def test_codes_that_were_only_cast(tmp_path: Path) -> None:
@@ -326,9 +326,9 @@ def test_what_is_not_finite_is_refused(recipe: str, value: float, tmp_path: Path
 def test_nothing_to_do(tmp_path: Path) -> None:
     source = llama(tmp_path / "src")
     error = refused("fp8-cast", source, tmp_path / "dst", "--to", "bf16", code=2)
-    assert "nothing to dequantise" in error
+    assert "nothing to dequantize" in error
     error = refused("fp8-cast", source, tmp_path / "dst", "--keep", "*", code=2)
-    assert "nothing to quantise" in error
+    assert "nothing to quantize" in error
     assert "--keep (" in error
 
 
@@ -371,9 +371,9 @@ def test_kept_experts_are_named_as_one_module(tmp_path: Path) -> None:
 
 WRONG: list[tuple[list[object], str]] = [
     (["--to", "fp8"], "--to fp8"),
-    (["--to", "bf16", "--recipe", "block"], "--recipe is for quantising, and --to bf16 dequantises"),
-    (["--to", "bf16", "--keep", "*"], "--keep is for quantising"),
-    (["--to", "bf16", "--pow2"], "--pow2 is for quantising"),
+    (["--to", "bf16", "--recipe", "block"], "--recipe is for quantizing, and --to bf16 dequantizes"),
+    (["--to", "bf16", "--keep", "*"], "--keep is for quantizing"),
+    (["--to", "bf16", "--pow2"], "--pow2 is for quantizing"),
     (["--recipe", "int8"], "unknown recipe `int8`"),
     (["--recipe", "channel", "--block", "32x32"], "--block has no effect with recipe channel"),
     (["--block", "32"], "--block `32` is not MxN"),
@@ -422,7 +422,7 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     save_hf(tmp_path / "src", {"model.layers.0.mlp.experts.gate_up_proj": raw}, config)
     cast(tmp_path / "src", tmp_path / "dst", "--block", "32x32", "--verify")
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    each = [quantised(BLOCK, "x.weight", Raw("BF16", w), (32, 32)) for w in raw.bits]
+    each = [quantized(BLOCK, "x.weight", Raw("BF16", w), (32, 32)) for w in raw.bits]
     expected = {
         name: Raw("F8_E4M3", np.stack([t["x.weight"].bits for t in each])),
         f"{name}_scale_inv": Raw("F32", np.stack([t["x.weight_scale_inv"].bits for t in each])),

@@ -115,7 +115,7 @@ def test_scales_go_with_their_weights(tmp_path: Path) -> None:
 def test_a_scale_that_is_no_number_is_said_so(tmp_path: Path) -> None:
     coded(tmp_path / "src", np.full((3, 2), np.nan, np.float32), (300, 256), {"architectures": ["X"], **BLOCKS})
     error = refused("fp8-cast", tmp_path / "src", tmp_path / "dst", "--to", "bf16")
-    assert f"`{NAME}` is nan at [0, 0] when it is dequantised" in error
+    assert f"`{NAME}` is nan at [0, 0] when it is dequantized" in error
     assert "allow-nonfinite" not in error
 
 

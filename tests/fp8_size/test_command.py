@@ -67,7 +67,7 @@ def test_a_checkpoint_as_it_is() -> None:
     assert {"scale", "experts", "mtp"} <= data["classes"].keys()
 
 
-def test_the_weights_of_a_quantised_checkpoint_are_found_again(tmp_path: Path) -> None:
+def test_the_weights_of_a_quantized_checkpoint_are_found_again(tmp_path: Path) -> None:
     # Its config alone declares the same tensors in high precision, and the same recipe makes the same of them.
     config = tmp_path / "config.json"
     shutil.copy(DEEPSEEK / "config.json", config)
@@ -250,12 +250,12 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
 
 def test_recipes_choose_themselves(llama: Path, tmp_path: Path) -> None:
     assert size_of(llama)["recipe"]["name"] == "block"
-    quantised = tmp_path / "quantised.json"
-    quantised.write_text(json.dumps(small(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})))
-    data = size_of(quantised)
+    quantized = tmp_path / "quantized.json"
+    quantized.write_text(json.dumps(small(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})))
+    data = size_of(quantized)
     assert data["recipe"]["name"] == "as-is"
     assert data["recipe"]["scheme"]["block"] == [64, 64]
-    assert size_of(quantised, "--scale-dtype", "bf16")["recipe"]["name"] == "block"
+    assert size_of(quantized, "--scale-dtype", "bf16")["recipe"]["name"] == "block"
 
 
 def test_as_is_keeps_what_the_config_keeps(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_keep_and_include(llama: Path) -> None:
     plain = size_of(llama)["dtypes"]["F8_E4M3"]["tensors"]
     assert size_of(llama, "--keep", "*.layers.0.*")["dtypes"]["F8_E4M3"]["tensors"] == plain - 7
     assert size_of(llama, "--include", "lm_head.*")["dtypes"]["F8_E4M3"]["tensors"] == plain + 1
-    assert "nothing to quantise" in refused(llama, "--keep-preset", "experts-only")
+    assert "nothing to quantize" in refused(llama, "--keep-preset", "experts-only")
     assert "did you mean" in refused(llama, "--keep", "*.nothing.*")
 
 
@@ -315,7 +315,7 @@ def test_static_activations_have_a_scale_each(llama: Path) -> None:
         (("--recipe", "channel", "--edge", "ceil"), "--edge has no effect with recipe channel"),
         (("--recipe", "mxfp8", "--edge", "round"), "--edge is round"),
         (("--scale-dtype", "xx"), "--scale-dtype: unknown dtype `xx`"),
-        (("--keep", "*"), "nothing to quantise"),
+        (("--keep", "*"), "nothing to quantize"),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
 )
@@ -333,12 +333,12 @@ def test_scales_of_blocks_that_gpt_oss_cannot_have(tmp_path: Path) -> None:
     assert size_of(config, *mxfp4)["dtypes"]["U8"]["tensors"] == 4 * 24
 
 
-def test_an_index_is_checked_where_nothing_can_be_quantised(tmp_path: Path) -> None:
+def test_an_index_is_checked_where_nothing_can_be_quantized(tmp_path: Path) -> None:
     src = indexed(tmp_path, 4, x=np.zeros(1, "float32"))
     data = size_of(src, "--check-total-size")
     assert (data["recipe"]["name"], data["total_size"]["ok"]) == ("as-is", True)
-    assert "nothing to quantise" in refused(src)
-    assert "nothing to quantise" in refused(src, "--check-total-size", "--recipe", "block")
+    assert "nothing to quantize" in refused(src)
+    assert "nothing to quantize" in refused(src, "--check-total-size", "--recipe", "block")
 
 
 # -- the answer is no

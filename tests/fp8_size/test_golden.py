@@ -125,7 +125,7 @@ def test_glm_4_7_fp8() -> None:
 
 @pytest.mark.thorough  # the scheme and the sizes: test_published
 def test_deepseek_r1_nvfp4() -> None:
-    # NVIDIA quantised the MLPs of the layers before the prediction layer. The Hub counts no 0-d tensors.
+    # NVIDIA quantized the MLPs of the layers before the prediction layer. The Hub counts no 0-d tensors.
     keep = ("*self_attn*", "*.layers.61.*")
     found = applied("DeepSeek-V3", WantedRecipe("nvfp4", method="modelopt", static=True, keep=keep))
     lone = sum(len(g.names) for g in found.groups for h in g.held if h.shape == ())

@@ -51,7 +51,7 @@ def test_sizes(tmp_path: Path, source: str, recipe: str) -> None:
             assert disk["payload"] == json.loads(index.read_text())["metadata"]["total_size"]
 
 
-def test_what_a_quantised_source_has_in_high_precision_stays_so() -> None:
+def test_what_a_quantized_source_has_in_high_precision_stays_so() -> None:
     asked = ("--recipe", "channel", "--keep-preset", "none")
     data = json.loads(ckpttool("fp8-size", FIXTURES / "deepseek_v3", *asked, "--json").out)
     assert data["bytes"] == data["disk"]["payload"]
@@ -60,11 +60,11 @@ def test_what_a_quantised_source_has_in_high_precision_stays_so() -> None:
 
 
 @pytest.mark.parametrize("options", ["--keep *", "--keep-preset experts-only", "--edge skip --block 4096x4096"])
-def test_nothing_to_quantise(tmp_path: Path, options: str) -> None:
+def test_nothing_to_quantize(tmp_path: Path, options: str) -> None:
     source = FIXTURES / "hf_tiny_source"
     done = ckpttool("fp8-cast", source, tmp_path / "out", *options.split())
     said = ckpttool("fp8-size", source, *options.split())
     assert (done.code, said.code, said.out) == (2, 2, "")
-    what = "error: there is nothing to quantise: every tensor stays as it is\n"
+    what = "error: there is nothing to quantize: every tensor stays as it is\n"
     assert done.err.startswith(what)
     assert said.err.startswith(what)

@@ -183,7 +183,7 @@ def checkpoints() -> list[Subject]:
         ("nlp_llama_bf16_tp2_quantO1", {"optimizer-00001-of-00002.safetensors": "safetensors"}),
     ):
         make = copied(f"paddle_unified/{name}")
-        # Quantised state is decoded by ckpttool alone.
+        # Quantized state is decoded by ckpttool alone.
         out.append(Subject(f"unified {name}", make, files, naive=None if "quant" in name else placed()))
     out += [
         Subject(

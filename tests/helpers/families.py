@@ -260,10 +260,10 @@ def _deepseek(version: str, *, fp8: bool = False) -> Model:
         config |= {"index_n_heads": 4, "index_head_dim": 6}
     dtypes = {"e_score_correction_bias": "F32", "indexer.k_norm.weight": "F32", "indexer.k_norm.bias": "F32"}
     model = _model(f"deepseek_{version}", "deepseek", config, layers, dtypes=dtypes, moe=True)
-    return quantised(model, 16) if fp8 else model
+    return quantized(model, 16) if fp8 else model
 
 
-def quantised(model: Model, block: int) -> Model:
+def quantized(model: Model, block: int) -> Model:
     """The same with FP8 weights and a scale for every block, as DeepSeek publishes."""
     shapes: dict[str, Shape] = {}
     dtypes = {"weight_scale_inv": "F32", **model.dtypes}

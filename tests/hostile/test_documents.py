@@ -67,7 +67,7 @@ CONFIGS: dict[str, bytes] = {
         for value in OTHERS
     },
     **{
-        f"quantised {i}": json.dumps({**CONFIG, "quantization_config": q}).encode()
+        f"quantized {i}": json.dumps({**CONFIG, "quantization_config": q}).encode()
         for i, q in enumerate(
             [
                 *([], "x", 5, {"quant_method": "\x1b[2J"}, {"quant_method": ["fp8"]}),

@@ -58,7 +58,7 @@ def numbers(tensor: Raw) -> Raw:
 
 
 def fp8_llama() -> Tensors:
-    """The same with quantised projections and their scales, in blocks of 8 x 8."""
+    """The same with quantized projections and their scales, in blocks of 8 x 8."""
     out: Tensors = {}
     for i, (name, shape) in enumerate(shapes().items()):
         if "_proj" in name:

@@ -282,7 +282,7 @@ def scale(value: float) -> Raw:
 
 
 def no_scales(folder: Path) -> None:
-    """FP8 that was cast and not quantised."""
+    """FP8 that was cast and not quantized."""
     both(drop(*(n for n in fp8_llama() if n.endswith("_scale_inv"))), config(quantization_config=None))(folder)
 
 
@@ -634,7 +634,7 @@ def total_with(tmp_path: Path, tensors: dict[str, Raw], total: Callable[[int], i
     [
         ("F8_E5M2", lambda n: n - 256, "F8_E5M2 was counted as nothing"),
         ("BOOL", lambda n: n - 256 + 32, "BOOL was counted as one bit"),
-        ("F8_E4M3", lambda n: n + 256, "as before they were quantised"),
+        ("F8_E4M3", lambda n: n + 256, "as before they were quantized"),
         ("F8_E4M3", lambda n: n - 256, "FP8 tensors were left out"),
         ("F8_E4M3", lambda n: (n - 256) // 2 + 256, "number of elements"),
     ],

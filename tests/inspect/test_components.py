@@ -30,7 +30,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZCC = FIXTURES / "paddle_zcc" / "ep2_tp2_sharding2_ema"
 HYBRID = FIXTURES / "paddle_zcc" / "nlp_tp2"
 UNIFIED = FIXTURES / "paddle_unified" / "pf041_qwen2_bf16_tp2"
-QUANTISED = FIXTURES / "paddle_unified" / "nlp_llama_bf16_tp2_quantO1"
+QUANTIZED = FIXTURES / "paddle_unified" / "nlp_llama_bf16_tp2_quantO1"
 FUSED = FIXTURES / "paddle_unified" / "nlp_llamafused_bf16_tp2"
 ADAPTER = FIXTURES / "paddle_unified" / "nlp_llama_lora_bf16_tp1"
 ALL = sorted(
@@ -246,13 +246,13 @@ def test_files_hold_what_their_pickles_hold() -> None:
         assert (f["tensors"], f["tensor_bytes"]) == (len(held), sum(a.nbytes for a in held)), name
 
 
-def test_files_of_quantised_state_are_those_of_the_checkpoint() -> None:
-    found = {f["name"]: f for f in ask(QUANTISED, "--files")["list"]}
-    assert set(found) == {p.name for p in QUANTISED.glob("*.safetensors")}
+def test_files_of_quantized_state_are_those_of_the_checkpoint() -> None:
+    found = {f["name"]: f for f in ask(QUANTIZED, "--files")["list"]}
+    assert set(found) == {p.name for p in QUANTIZED.glob("*.safetensors")}
     for name, f in found.items():
-        held = read(QUANTISED / name)
+        held = read(QUANTIZED / name)
         assert (f["tensors"], f["tensor_bytes"]) == (len(held), sum(t.bits.nbytes for t in held.values()))
-    assert {t["file"] for t in ask(QUANTISED, "--list")["list"]} <= set(found)
+    assert {t["file"] for t in ask(QUANTIZED, "--list")["list"]} <= set(found)
 
 
 def test_ranks_that_share_optimizer_state_are_told_apart() -> None:

@@ -91,7 +91,7 @@ def words(dtype: str, *shape: int) -> Raw:
 
 
 W = "model.layers.0.mlp.up_proj"
-QUANTISED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
+QUANTIZED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 64},
         {f"{W}.qweight": words("I32", 128, 8), f"{W}.qzeros": words("I32", 2, 8), f"{W}.scales": words("F16", 2, 64)},
@@ -142,9 +142,9 @@ QUANTISED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
 }
 
 
-@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("method", QUANTIZED)
 def test_codes_count_as_the_weights_that_they_stand_for(method: str, tmp_path: Path) -> None:
-    said, tensors, precision = QUANTISED[method]
+    said, tensors, precision = QUANTIZED[method]
     norm = {"model.norm.weight": origin(9, "BF16", (64,)), "position_ids": words("I64", 7)}
     save_hf(tmp_path, {**tensors, **norm}, {"model_type": "x", "quantization_config": said})
     found = identity(tmp_path)

@@ -23,7 +23,7 @@ SAMPLES = {
     "fp8": "deepseek_v3",
     "zcc": "paddle_zcc/ep2_tp2_sharding2_ema",
     "flex": "paddle_flex/tp2_dp2_replicas",
-    "quantised-optimizer": "paddle_unified/nlp_llama_bf16_tp2_quantO1",
+    "quantized-optimizer": "paddle_unified/nlp_llama_bf16_tp2_quantO1",
     "dcp": "dcp/hsdp2x2_llama/checkpoint",
     "fsdp": "torch_fsdp/uneven",
     "deepspeed": "torch/deepspeed/z1",
@@ -62,7 +62,7 @@ def same(used: list[FakeFleet], *arguments: object) -> Done:
     return here
 
 
-@pytest.mark.sample("values-hf", "check-gguf", "total-megatron", "text-deepspeed", "check-quantised-optimizer")
+@pytest.mark.sample("values-hf", "check-gguf", "total-megatron", "text-deepspeed", "check-quantized-optimizer")
 @pytest.mark.parametrize("source", list(SAMPLES))
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_the_same_of_every_format(view: str, source: str, used: list[FakeFleet]) -> None:

@@ -81,8 +81,8 @@ REFUSED = [
         and any(w in n for n in LISTS[family, variant].tensors for w in ("_scale", "_blocks", ".indexer."))
     ),
 ]
-QUANTISED = "{a}_scale{b}"
-"""Refused by families of which no quantised checkpoint is listed, too."""
+QUANTIZED = "{a}_scale{b}"
+"""Refused by families of which no quantized checkpoint is listed, too."""
 BIAS = "{a}.self_attn.o_proj.bias"
 """Likewise: vLLM's models of these families have none, and few checkpoints do."""
 # Scale grids beside fused weights are the same for all families, and the largest of the lists.
@@ -214,7 +214,7 @@ def test_no_statement_of_a_naming_is_dead(family: str) -> None:
                         views, table={n: v for n, v in views.table.items() if not pattern_regex(BIAS).match(n)}
                     )
                 views = apply_transforms(views, (op,), got, ops[:i])
-        assert {p for _, p in wanted - live} <= {QUANTISED, BIAS}, naming
+        assert {p for _, p in wanted - live} <= {QUANTIZED, BIAS}, naming
 
 
 @pytest.mark.product

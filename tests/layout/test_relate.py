@@ -468,8 +468,8 @@ def test_rotary_pairs_keep_the_rule_and_are_cut_between_heads() -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "sizes", "error", "says"),
     [
-        ("F8_E4M3", (24, 5), {"heads": 4, "kv": 1}, UnsupportedError, "is F8_E4M3: rows of quantised weights"),
-        ("U8", (60, 1), {"heads": 4, "kv": 1}, UnsupportedError, "is U8: rows of quantised weights"),
+        ("F8_E4M3", (24, 5), {"heads": 4, "kv": 1}, UnsupportedError, "is F8_E4M3: rows of quantized weights"),
+        ("U8", (60, 1), {"heads": 4, "kv": 1}, UnsupportedError, "is U8: rows of quantized weights"),
         ("F32", (24, 5), {"kv": 1}, LayoutError, "the number of heads is not known"),
         ("F32", (28, 5), {"heads": 4, "kv": 1}, LayoutError, r"\[28, 5\] does not divide into 4 heads of an even size"),
     ],

@@ -367,11 +367,11 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         read_adapter(tmp_path / "no")
 
 
-def test_quantised_adapters_are_refused(tmp_path: Path) -> None:
+def test_quantized_adapters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(LORA))
     raw = {n: Raw("U16", np.zeros(s, np.uint16)) for n, s in pair("q", 8, 6).items()}
     tensorfile.write(tmp_path / "adapter_model.safetensors", raw)
-    with pytest.raises(UnsupportedError, match="is U16: quantised adapters"):
+    with pytest.raises(UnsupportedError, match="is U16: quantized adapters"):
         read_adapter(tmp_path)
 
 

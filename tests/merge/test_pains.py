@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_named(value: float, two: tuple[Path, Path], tmp_p
     np.testing.assert_array_equal(np.argwhere(~np.isfinite(found)), [[3, 5]])
 
 
-def dequantised(folder: Path) -> dict[str, Array]:
+def dequantized(folder: Path) -> dict[str, Array]:
     """The weights that an FP8 model stands for."""
     raw = read_all(folder)
     out = {}
@@ -196,16 +196,16 @@ def dequantised(folder: Path) -> dict[str, Array]:
     return out
 
 
-def test_fp8_models_are_dequantised(tmp_path: Path) -> None:
+def test_fp8_models_are_dequantized(tmp_path: Path) -> None:
     """Codes merged without their scales are garbage that nobody notices."""
     sources = [FIXTURES / "bad_inputs" / n for n in ("ft2_fp8", "ft3_fp8")]
     merge(*sources, "-o", tmp_path / "out", "--weights", "0.5,0.5", "--dtype", "bfloat16")
     found = read_all(tmp_path / "out")
-    a, b = (dequantised(s) for s in sources)
+    a, b = (dequantized(s) for s in sources)
     assert found.keys() == a.keys()
     for name, raw in found.items():
         assert raw.dtype == "BF16"
-        # Dequantised weights are bfloat16 or wider: at most one rounding of each source and one of the result.
+        # Dequantized weights are bfloat16 or wider: at most one rounding of each source and one of the result.
         np.testing.assert_allclose(floats(raw), mean(a[name], b[name]), rtol=2**-7, atol=2**-8 * np.abs(a[name]).max())
     assert "quantization_config" not in config_of(tmp_path / "out")
 
@@ -213,7 +213,7 @@ def test_fp8_models_are_dequantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
 def test_the_config_of_a_merge_in_high_precision_says_nothing_of_a_recipe(field: str) -> None:
     donor = {"model_type": "x", field: {"quant_method": "fp8"}, "text_config": {field: {"quant_method": "fp8"}, "a": 1}}
-    assert merged_config(donor, dequantised=True) == {"model_type": "x", "text_config": {"a": 1}}
+    assert merged_config(donor, dequantized=True) == {"model_type": "x", "text_config": {"a": 1}}
 
 
 def test_fp8_and_bf16_models_mix(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_an_adapter_on_its_base() -> None:
     ("changes", "error", "words"),
     [
         ({"merge_method": "slrep"}, UsageError, "no merge method `slrep`"),
-        ({"merge_with_qdq_base_model": True}, UnsupportedError, "quantised form"),
+        ({"merge_with_qdq_base_model": True}, UnsupportedError, "quantized form"),
         ({"merge_prefix": "optimizer"}, UsageError, "neither `model` nor `master_weights`"),
         ({"weight_list": [1]}, ConflictError, "1 weights are given for 2 models"),
         ({"weight_list": [1, "x"]}, UsageError, "`x` is not a finite number"),

@@ -81,7 +81,7 @@ def merges(fixtures: Path) -> None:
     ran("inspect", "mean", "--diff", one, "--values", "--json", code=3)
 
 
-def quantised() -> None:
+def quantized() -> None:
     """There and back."""
     for recipe in ("block", "nvfp4"):
         ran("fp8-cast", "hf", recipe, "--recipe", recipe, "--verify")
@@ -160,7 +160,7 @@ def main() -> None:
     fixtures = Path(sys.argv[1]).resolve()
     written_formats(fixtures)
     merges(fixtures)
-    quantised()
+    quantized()
     programs(fixtures)
     python_api(fixtures)
     shell()

@@ -1,4 +1,4 @@
-"""What compressed-tensors and transformers make of quantised weights that ckpttool wrote, and the other way round.
+"""What compressed-tensors and transformers make of quantized weights that ckpttool wrote, and the other way round.
 
 Everything is compared bit for bit. compressed-tensors multiplies in the dtype of the scales: a code times a BF16 scale
 is exact in float32 and rounded once, which is what ckpttool does too.
@@ -85,7 +85,7 @@ def options(recipe: str) -> list[str]:
 
 
 def close(state: dict[str, Any], weights: dict[str, Any], recipe: str) -> None:
-    """What came back is what was quantised, but for the steps of the codes."""
+    """What came back is what was quantized, but for the steps of the codes."""
     for name, weight in weights.items():
         got, want = state[f"model.layers.0.mlp.{name}_proj.weight"].double(), weight.double()
         assert (got - want).abs().max() <= want.abs().max() / (4 if recipe.endswith("4") else 20), name
@@ -344,7 +344,7 @@ def loaded(folder: Path, config: Any = None) -> dict[str, Any]:
 
 
 def cast_tiny(variant: str, tmp_path: Path, *how: str, published: bool = True, **sizes: Any) -> Path:
-    """A tiny model in ``source``, quantised in the folder that is returned."""
+    """A tiny model in ``source``, quantized in the folder that is returned."""
     sizes = {**MODELS.get(variant, {}), **sizes}
     save_tiny(variant, tmp_path / "source", published=published, dtype="bfloat16", **sizes)
     fp8_cast(tmp_path / "source", tmp_path / "cast", *how)
@@ -352,7 +352,7 @@ def cast_tiny(variant: str, tmp_path: Path, *how: str, published: bool = True, *
 
 
 def back(cast: Path) -> Path:
-    """The same dequantised by ckpttool."""
+    """The same dequantized by ckpttool."""
     fp8_cast(cast, cast.with_name("back"), "--to", "bf16")
     return cast.with_name("back")
 
@@ -360,7 +360,7 @@ def back(cast: Path) -> Path:
 @pytest.mark.parametrize("scales", ["f32", "bf16", "e8m0"])
 @pytest.mark.parametrize("block", ["128x128", "32x32"])
 @pytest.mark.parametrize("variant", MODELS)
-def test_transformers_dequantises_blocks(variant: str, block: str, scales: str, tmp_path: Path) -> None:
+def test_transformers_dequantizes_blocks(variant: str, block: str, scales: str, tmp_path: Path) -> None:
     from transformers import FineGrainedFP8Config
 
     cast = cast_tiny(variant, tmp_path, "--recipe", "block", "--block", block, "--scale-dtype", scales)
@@ -368,15 +368,15 @@ def test_transformers_dequantises_blocks(variant: str, block: str, scales: str, 
 
 
 def test_experts_in_one_tensor_are_named_as_in_transformers(tmp_path: Path) -> None:
-    """Names and shapes of its FP8 model. It cannot dequantise such files: it leaves their scales unread."""
+    """Names and shapes of its FP8 model. It cannot dequantize such files: it leaves their scales unread."""
     cast = cast_tiny("qwen3_moe", tmp_path, "--recipe", "block", "--block", "32x32", published=False)
-    wanted = {n: tuple(t.shape) for n, t in quantised_by_transformers(cast).state_dict().items()}
+    wanted = {n: tuple(t.shape) for n, t in quantized_by_transformers(cast).state_dict().items()}
     assert {n: tuple(t.shape) for n, t in torch_state(cast).items()} == wanted
     assert any(n.endswith("experts.gate_up_proj_scale_inv") for n in wanted)
 
 
 @pytest.mark.parametrize("variant", MODELS)
-def test_transformers_dequantises_one_scale_for_each_tensor(variant: str, tmp_path: Path) -> None:
+def test_transformers_dequantizes_one_scale_for_each_tensor(variant: str, tmp_path: Path) -> None:
     from transformers import FineGrainedFP8Config
 
     cast = cast_tiny(variant, tmp_path, "--recipe", "tensor", "--quant-method", "fp8")
@@ -403,7 +403,7 @@ def test_transformers_reads_compressed_experts(recipe: str, variant: str, tmp_pa
 
 
 def coded_modules(folder: Path) -> set[str]:
-    """Modules whose weights are quantised in the files; all experts of a layer are one."""
+    """Modules whose weights are quantized in the files; all experts of a layer are one."""
     out = set()
     for name, tensor in torch_state(folder).items():
         module, _, parameter = name.rpartition(".")
@@ -423,8 +423,8 @@ def empty_model(folder: Path) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def quantised_by_transformers(folder: Path) -> Any:
-    """The model without elements, its modules replaced by quantised ones as the config says."""
+def quantized_by_transformers(folder: Path) -> Any:
+    """The model without elements, its modules replaced by quantized ones as the config says."""
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -445,11 +445,11 @@ KEEP: list[list[str]] = [
 
 @pytest.mark.parametrize("keep", KEEP, ids=lambda k: " ".join(k) or "hf-default")
 @pytest.mark.parametrize("variant", MODELS)
-def test_transformers_quantises_the_modules_that_we_did(variant: str, keep: list[str], tmp_path: Path) -> None:
+def test_transformers_quantizes_the_modules_that_we_did(variant: str, keep: list[str], tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
     cast = cast_tiny(variant, tmp_path, "--recipe", "block", *keep)
-    model = quantised_by_transformers(cast)
+    model = quantized_by_transformers(cast)
     found = {n for n, m in model.named_modules() if isinstance(m, FP8Linear | FP8Experts)}
     assert found == coded_modules(cast)
 
@@ -457,7 +457,7 @@ def test_transformers_quantises_the_modules_that_we_did(variant: str, keep: list
 @pytest.mark.parametrize("keep", KEEP, ids=lambda k: " ".join(k) or "hf-default")
 @pytest.mark.parametrize("recipe", ["channel", "nvfp4"])
 @pytest.mark.parametrize("variant", MODELS)
-def test_compressed_tensors_quantises_the_modules_that_we_did(
+def test_compressed_tensors_quantizes_the_modules_that_we_did(
     variant: str, recipe: str, keep: list[str], tmp_path: Path
 ) -> None:
     """In transformers' models experts are not Linear, so only the others are looked at."""
@@ -473,7 +473,7 @@ def test_compressed_tensors_quantises_the_modules_that_we_did(
 # -- edges that transformers cannot read
 
 
-def dequantised_by_transformers(weight: Any, scale: Any) -> Any:
+def dequantized_by_transformers(weight: Any, scale: Any) -> Any:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     return Fp8Dequantize(None)._dequantize_one(weight, scale)
@@ -487,19 +487,19 @@ def test_edges_that_transformers_gets_wrong(tmp_path: Path) -> None:
     save_matrices(tmp_path / "source", weights)
     fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "block", "--scale-dtype", "bf16")
     fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
-    written, dequantised = torch_state(tmp_path / "cast"), torch_state(tmp_path / "back")
+    written, dequantized = torch_state(tmp_path / "cast"), torch_state(tmp_path / "back")
     for name, weight in weights.items():
         full = f"model.layers.0.mlp.{name}_proj.weight"
-        codes, scale, ours = written[full], written[f"{full}_scale_inv"], dequantised[full]
+        codes, scale, ours = written[full], written[f"{full}_scale_inv"], dequantized[full]
         rows, columns = weight.shape
         grown = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
         assert torch.equal(ours, (codes.float() * grown).bfloat16()), name
         assert (ours.float() - weight.float()).abs().max() <= weight.float().abs().max() / 16, name
         if name == "latent":
             with pytest.raises(ValueError, match="not divisible by scale grid"):
-                dequantised_by_transformers(codes, scale)
+                dequantized_by_transformers(codes, scale)
         else:
-            assert torch.equal(dequantised_by_transformers(codes, scale), ours) == (name == "plain"), name
+            assert torch.equal(dequantized_by_transformers(codes, scale), ours) == (name == "plain"), name
 
 
 # -- gpt-oss

@@ -76,7 +76,7 @@ def quantized() -> torch.Tensor:
 WORDS = torch.arange(8.0).reshape(4, 2)
 ODD: dict[str, Callable[[], Any]] = {
     "sparse": lambda: {"a": torch.eye(3).to_sparse()},
-    "quantised": lambda: {"a": quantized()},
+    "quantized": lambda: {"a": quantized()},
     "meta": lambda: {"a": torch.empty(2, device="meta")},
     "a module": lambda: torch.nn.Linear(2, 2),
     "complex128": lambda: {"a": torch.ones(2, dtype=torch.complex128)},

@@ -190,7 +190,7 @@ def test_dtype(given: str, wanted: str, tmp_path: Path, dst: Path) -> None:
     reshard(dst, tmp_path / "back", "-q", "--to", "hf")
     got = read_all(tmp_path / "back")
     out_dtype, out_kind = CASTS[wanted]
-    assert_same(without(got, EMBED), without(tensors, EMBED))  # neither quantised nor scales nor whole numbers
+    assert_same(without(got, EMBED), without(tensors, EMBED))  # neither quantized nor scales nor whole numbers
     assert got[EMBED].dtype == out_dtype
     with np.errstate(over="ignore"):
         want = values.astype(out_kind)

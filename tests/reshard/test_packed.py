@@ -1,4 +1,4 @@
-"""Packed integers (GPTQ, AWQ, compressed-tensors): what a rank dequantises is its share of what the whole dequantises.
+"""Packed integers (GPTQ, AWQ, compressed-tensors): what a rank dequantizes is its share of what the whole dequantizes.
 
 The words are unpacked by tests/helpers/packed.py, which knows nothing of layouts; the shares are cut from the floats.
 """
@@ -47,7 +47,7 @@ def _model(kind: Kind) -> Tensors:
     at = "model.layers.0."
     for norm in ("input_layernorm", "post_attention_layernorm"):
         out[f"{at}{norm}.weight"] = floats(rng, HIDDEN)
-    # Whoever quantises query, key and value orders the inputs by the same activations.
+    # Whoever quantizes query, key and value orders the inputs by the same activations.
     same = rng.permutation(np.arange(HIDDEN) // GROUP) if kind.act_order else None
     for name, (n, k) in LINEARS.items():
         groups = same if k == HIDDEN else None
@@ -65,7 +65,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def modules(kind: Kind, tensors: Tensors) -> dict[str, Array]:
-    """Every packed module, dequantised."""
+    """Every packed module, dequantized."""
     found: dict[str, Tensors] = {}
     end = ".weight_packed" if kind.name == "compressed" else ".qweight"
     for name in tensors:
@@ -93,7 +93,7 @@ def share(name: str, weight: Array, tp: int, rank: int) -> Array:
     "compressed-4-act-4",
 )
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_rank_dequantises_its_share(saved: tuple[Kind, Path], tp: int, tmp_path: Path) -> None:
+def test_a_rank_dequantizes_its_share(saved: tuple[Kind, Path], tp: int, tmp_path: Path) -> None:
     kind, source = saved
     whole = modules(kind, read_all(source))
     reshard(source, tmp_path / "cut", "--to", "ranks", "--tp-out", tp, "--verify")
@@ -247,7 +247,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_integers_are_neither_merged_nor_quantised(name: str, tmp_path: Path) -> None:
+def test_packed_integers_are_neither_merged_nor_quantized(name: str, tmp_path: Path) -> None:
     tensors, quant = PACKED[name]
     source = save_hf(tmp_path / "src", tensors, CONFIG | {"quantization_config": quant})
     other = save_hf(tmp_path / "other", tensors, CONFIG | {"quantization_config": quant})
@@ -332,7 +332,7 @@ def test_fp8_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None
     ]
     (group,) = report["ranks"]["groups"]
     assert [group["bytes"]] * 2 == payload
-    assert report["recipe"]["quantised"]
+    assert report["recipe"]["quantized"]
     high = sum(raw.bits.size for name, raw in model(kind).items() if name.endswith((".weight", ".bias")))
     assert report["parameters"] == high + sum(n * k for n, k in LINEARS.values())
 

@@ -143,7 +143,7 @@ def test_shards_of_a_part_have_the_names_that_its_loader_looks_for(tmp_path: Pat
         assert_same(read_all(dst / part), tensors(part))
 
 
-def test_quantising_asks_which_part(tmp_path: Path) -> None:
+def test_quantizing_asks_which_part(tmp_path: Path) -> None:
     src, dst = pipeline(tmp_path / "src"), tmp_path / "dst"
     ended = ckpttool("fp8-cast", src, dst)
     assert ended.code == 2
@@ -157,7 +157,7 @@ def test_quantising_asks_which_part(tmp_path: Path) -> None:
     done("fp8-cast", src / "transformer", alone, "--recipe", "channel")
     assert files(alone) == {n.partition("/")[2]: d for n, d in files(dst).items() if n.startswith("transformer/")}
     back = tmp_path / "back"
-    done("fp8-cast", dst, back, "--to", "f32", "--verify")  # only the part that is quantised changes
+    done("fp8-cast", dst, back, "--to", "f32", "--verify")  # only the part that is quantized changes
     assert read_all(back / "transformer")["layers.0.attn.weight"].dtype == "F32"
     assert_same(read(back / "vae" / f"{WEIGHTS}.safetensors"), tensors("vae"))
 

@@ -60,7 +60,7 @@ def test_parallel_sizes_of_sections(tmp_path: Path) -> None:
     assert sections(tmp_path / "dst")["text_config"]["tensor_parallel_size"] == 2
 
 
-def test_dequantised_sections(tmp_path: Path) -> None:
+def test_dequantized_sections(tmp_path: Path) -> None:
     source = model(tmp_path / "src", same=True, text_config=SECTIONS["text_config"], vision_config={"dtype": "float32"})
     assert ckpttool("fp8-cast", source, tmp_path / "fp8", "--recipe", "channel").code == 0
     done = ckpttool("fp8-cast", tmp_path / "fp8", tmp_path / "dst", "--to", "bf16")

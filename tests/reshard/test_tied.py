@@ -153,7 +153,7 @@ def test_merged_from_trtllm(tmp_path: Path) -> None:
     assert "differ, first at element 0" in done.err
 
 
-def test_requantised_and_tied(tmp_path: Path) -> None:
+def test_requantized_and_tied(tmp_path: Path) -> None:
     source = model(tmp_path / "src", same=False)
     for options in (["--to", "vllm", "--requant", "channel"], ["--to", "trtllm", "--dtype", "f16"]):
         done = ckpttool("reshard", source, tmp_path / "dst", *options)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.command import ckpttool, refused, reshard
-from tests.helpers.families import LAYERS, MODELS, Model, quantised
+from tests.helpers.families import LAYERS, MODELS, Model, quantized
 from tests.helpers.tensorfile import assert_same, read, read_all, save_hf
 
 
@@ -50,7 +50,7 @@ def test_vllm_whole_experts_of_a_nested_config(tmp_path: Path) -> None:
 
 def test_scales_of_fused_heads_are_no_rows_of_the_query(tmp_path: Path) -> None:
     """Blocks are rows of a grid; they are not counted against the columns of the output projection."""
-    out_and_back(quantised(MODELS["llama"], 2), tmp_path, "--to", "vllm", "--tp-out", 1, "--pp-out", LAYERS)
+    out_and_back(quantized(MODELS["llama"], 2), tmp_path, "--to", "vllm", "--tp-out", 1, "--pp-out", LAYERS)
 
 
 def test_vllm_stores_a_tied_head_of_gpt_neox_once(tmp_path: Path) -> None:

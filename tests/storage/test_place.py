@@ -22,7 +22,7 @@ CASES = {
     "safetensors": ("hf_tiny_source", []),
     "ranks": ("llama_tp8", ["--tp-out", "2"]),
     "torch": ("torch/sharded", ["--to", "hf"]),
-    "quantised moments": ("paddle_unified/nlp_llama_bf16_tp2_quantO1", ["--to", "hybrid"]),
+    "quantized moments": ("paddle_unified/nlp_llama_bf16_tp2_quantO1", ["--to", "hybrid"]),
     "pickles": ("paddle_zcc/ep2_tp2_sharding2_ema", ["--to", "unified"]),
 }
 
@@ -35,7 +35,7 @@ def written(root: Path) -> dict[str, bytes]:
 QUESTIONS = [[], ["--json"], ["--ranks"], ["--stats"]]
 
 
-@pytest.mark.sample("safetensors", "torch", "quantised moments")
+@pytest.mark.sample("safetensors", "torch", "quantized moments")
 @pytest.mark.parametrize(("at", "case"), list(enumerate(CASES)), ids=CASES)
 def test_other_places_give_what_files_give(at: int, case: str, tmp_path: Path) -> None:
     name, options = CASES[case]

@@ -154,7 +154,7 @@ SCENARIOS = (
     Scenario("reshard --to torch-bin", "reshard {s}/torch/train {w}/dst --to torch-bin"),
     Scenario("reshard --to program", f"reshard {_PROGRAMS}/pir/model.json {{w}}/dst --to program"),
     Scenario("reshard, scratch", "reshard {s}/paddle_pickles/model_proto2.pdparams {w}/dst --to hf"),
-    Scenario("reshard, quantised moments", f"reshard {_UNIFIED}_quantO1 {{w}}/dst --to unified --tp-out 1"),
+    Scenario("reshard, quantized moments", f"reshard {_UNIFIED}_quantO1 {{w}}/dst --to unified --tp-out 1"),
     Scenario("reshard --force", "reshard {s}/hf_tiny_source {w}/dst --tp-out 2 --force", _old),
     Scenario(
         "reshard --force, no exchange",

@@ -97,9 +97,9 @@ def test_drop_keys(tmp_path: Path) -> None:
 def test_fp8_cast_and_back(tmp_path: Path) -> None:
     with ckpttool.open(FIXTURES / "hf_tiny_source") as weights:
         weights.fp8_cast("tensor").run(tmp_path / "fp8", verify=True)
-    with ckpttool.open(tmp_path / "fp8") as quantised:
-        assert quantised["model.layers.0.mlp.up_proj.weight"].dtype == "F8_E4M3"
-        quantised.fp8_cast(to="bf16").run(tmp_path / "bf16")
+    with ckpttool.open(tmp_path / "fp8") as quantized:
+        assert quantized["model.layers.0.mlp.up_proj.weight"].dtype == "F8_E4M3"
+        quantized.fp8_cast(to="bf16").run(tmp_path / "bf16")
     assert ckpttool.open(tmp_path / "bf16")["model.layers.0.mlp.up_proj.weight"].dtype == "BF16"
 
 

@@ -628,7 +628,7 @@ def _finish(m: _Making, model: Model) -> None:
     dtype = {m.r.choice(["torch_dtype", "dtype"]): _NAMES[m.main]}
     if m.chance(0.12):
         m.traits.add("nested text_config")
-        quantised = model.config.pop("quantization_config", None)
+        quantized = model.config.pop("quantization_config", None)
         tied = (
             {"tie_word_embeddings": model.config["tie_word_embeddings"]}
             if "tie_word_embeddings" in model.config
@@ -636,7 +636,7 @@ def _finish(m: _Making, model: Model) -> None:
         )
         inner = {**model.config, "model_type": model.kind, **dtype}
         model.config = {**named, **dtype, **tied, "text_config": inner}
-        if quantised:
-            model.config["quantization_config"] = quantised
+        if quantized:
+            model.config["quantization_config"] = quantized
     else:
         model.config = {**named, **model.config, **dtype}

@@ -115,7 +115,7 @@ class MegatronDist:
         return replace(asked, pp=1, layout=())
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
-        """Raises UnsupportedError for quantised weights, and for an optimizer that is not Adam."""
+        """Raises UnsupportedError for quantized weights, and for an optimizer that is not Adam."""
         return write_dist(request)
 
 

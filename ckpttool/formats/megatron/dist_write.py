@@ -70,7 +70,7 @@ _MASTERS_MADE = "master weights that the source does not have are float32 of the
 def write_dist(request: base.WriteRequest) -> base.FileLayout:
     """Files, sizes and literals of a save.
 
-    Raises UnsupportedError for quantised weights, and for an optimizer that Megatron's distributed optimizer cannot go
+    Raises UnsupportedError for quantized weights, and for an optimizer that Megatron's distributed optimizer cannot go
     on from; UsageError where not all ranks are written.
     """
     _check(request)
@@ -135,7 +135,7 @@ def _loads(*, optimizer: bool, iteration: int) -> str:
 
 
 def _check(request: base.WriteRequest) -> None:
-    """Raises UsageError for a choice of ranks, UnsupportedError for quantised weights and without a model."""
+    """Raises UsageError for a choice of ranks, UnsupportedError for quantized weights and without a model."""
     if len(request.chosen) != request.mesh.world:
         raise UsageError(
             "--ranks-out has no effect with --to megatron-dist: the metadata of a save describes all of its files",
@@ -151,7 +151,7 @@ def _check(request: base.WriteRequest) -> None:
         raise UnsupportedError(
             f"`{odd.name}` is {odd.dtype}, and Megatron's checkpoints hold weights of 16 bits and more",
             where=odd.name,
-            hint="dequantise it: --dequant bf16",
+            hint="dequantize it: --dequant bf16",
         )
 
 

@@ -261,5 +261,5 @@ def _check_dtypes(held: Mapping[str, RankTensor]) -> None:
         raise UnsupportedError(
             f"Megatron's files hold weights in bf16, f16 or f32: {some(coded)}"
             f" {'is' if len(coded) == 1 else 'are'} {held[coded[0]].dtype}",
-            hint="dequantise them on the way: --dequant bf16",
+            hint="dequantize them on the way: --dequant bf16",
         )

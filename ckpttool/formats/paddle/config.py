@@ -166,7 +166,7 @@ def config_dtype(config: Mapping[str, Any]) -> str:
 
 
 def fp8_dtype(config: Mapping[str, Any]) -> str:
-    """The FP8 dtype of a model's quantised weights, or "" when its config names none."""
+    """The FP8 dtype of a model's quantized weights, or "" when its config names none."""
     quant = quantization(config)
     method = str(quant.get("quant_method", ""))
     groups = quant.get("config_groups")

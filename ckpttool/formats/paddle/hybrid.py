@@ -964,7 +964,7 @@ def _split_state(key: str, path: Place) -> tuple[str, str]:
 
 
 def _weight_dtype(name: str, array: PickledArray, param: ParamMeta | None, path: Place, fp8: str) -> str:
-    """The dtype of a weight, which numpy's alone does not always say; ``fp8`` is that of a quantised model."""
+    """The dtype of a weight, which numpy's alone does not always say; ``fp8`` is that of a quantized model."""
     dtype = "BF16" if array.dtype == "U16" else array.dtype
     if param is None and array.dtype == "I8" and fp8 and len(array.shape) > 1:
         return fp8  # Paddle hands FP8 to numpy as int8, and these files have no record of dtypes

@@ -1,4 +1,4 @@
-"""Quantised optimizer state of unified checkpoints (``ckpt_quant_stage`` O1 and O2), decoded while it is read.
+"""Quantized optimizer state of unified checkpoints (``ckpt_quant_stage`` O1 and O2), decoded while it is read.
 
     O1  moment1_0  int8:  q / 127 * scale                    @scales: one for each index of axis 1, or one in all
         moment2_0  uint8: r = q / 255 * (max - min) + min    @min_scales, @max_scales alike; moment2 = (1/r - 1e-8)^2
@@ -21,7 +21,7 @@ from ckpttool.core.files import DataFile
 from ckpttool.errors import ConflictError, IncompleteError
 
 
-def dequantise(
+def dequantize(
     stored: Mapping[Key, Sequence[StoredTensor]], files: list[DataFile]
 ) -> tuple[dict[Key, StoredTensor], list[Key], str]:
     """(the moments, the keys that they replace, a note). The file that they are decoded from is added to ``files``.
@@ -58,7 +58,7 @@ def dequantise(
             out[made.key] = made
         gone |= dict.fromkeys(k for k in stored if k.name == name and k.state.split("@")[0] in (first, second))
     files.append(first_file._replace(encoding=encoding))
-    note = f"the moments of {len(out) // 2} parameters are quantised; they are written as the F32 they stand for"
+    note = f"the moments of {len(out) // 2} parameters are quantized; they are written as the F32 they stand for"
     return out, list(gone), note
 
 

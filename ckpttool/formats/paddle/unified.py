@@ -6,7 +6,7 @@
     optimizer-0000i-of-0000N.safetensors        <weight>/moment1_0 ... + optimizer.safetensors.index.json
     optimizer.<suffix>.safetensors[_shard_000k] not merged: what one rank held (suffix tpNN_ppNN_shardNN_moeNN)
 
-Headers are the truth and an index is a hint, because real ones lie: quantised state, split parameters and saves by
+Headers are the truth and an index is a hint, because real ones lie: quantized state, split parameters and saves by
 several nodes leave indexes that name missing files, miss keys, or give a wrong total. bfloat16 is U16 or BF16. The
 optimizer's files are always in Paddle's orientation, the model's are not (``_paddle.transposed_on_disk``).
 
@@ -46,7 +46,7 @@ _RANKED = re.compile(
     r"\.safetensors(?:_shard_(?P<part>\d{4}))?\Z"
 )
 _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)")
-_QUANTISED = re.compile(r"@(?:min_|max_)?scales\Z")
+_QUANTIZED = re.compile(r"@(?:min_|max_)?scales\Z")
 _OWN = re.compile(r"(?:config\.json|.*\.index\.json|ckpttool\.manifest\.json)\Z")
 _WORLD_BOUND = re.compile(r"(?:rng_state.*\.pth|saved_signal_\d+|\..*\.done.*)\Z")
 
@@ -198,7 +198,7 @@ def _parameter(name: str, stem: str) -> str:
 def _index_without(
     data: dict[str, Any], stem: str, kept: Sequence[base.KeptFile], lost: Collection[str], moments: int
 ) -> bytes:
-    """The index of one component of what is left; ``moments`` are the bytes that quantised ones stand for."""
+    """The index of one component of what is left; ``moments`` are the bytes that quantized ones stand for."""
     if isinstance(old := data.get("weight_map"), dict):
         renamed = {k.file.place.name: k.name for k in kept}
         data["weight_map"] = {n: renamed.get(file, file) for n, file in old.items() if _parameter(n, stem) not in lost}
@@ -247,11 +247,11 @@ class _UnifiedReader:
         indexes = {stem: self._index(stem) for stem in STEMS}
         held = self._headers(indexes)
         dtypes: dict[Key, str] = {}
-        quantised = self._dequantised(held)
+        quantized = self._dequantized(held)
         shapes = self._shapes(held)
         tensors: list[StoredTensor] = []
         cut = self._cut_mesh()
-        for key, entry in {**held, **quantised}.items():
+        for key, entry in {**held, **quantized}.items():
             tensors += self._tensors(key, entry, shapes.get(key.name), cut)
         tensors = [self._as_paddle(t) for t in tensors]
         self._master_as_model(tensors, dtypes, indexes["optimizer"])
@@ -580,15 +580,15 @@ class _UnifiedReader:
             said = f"there are no model files; model weights are master_weights, rounded to {want or 'F32'}"
             self.notes.append(Note("derived weights", said))
 
-    def _dequantised(self, held: dict[Key, _Held]) -> dict[Key, _Held]:
-        """Takes quantised optimizer state out of ``held`` and returns what it stands for."""
-        if not any(_QUANTISED.search(k.state) for k in held):
+    def _dequantized(self, held: dict[Key, _Held]) -> dict[Key, _Held]:
+        """Takes quantized optimizer state out of ``held`` and returns what it stands for."""
+        if not any(_QUANTIZED.search(k.state) for k in held):
             return {}
-        from ckpttool.formats.paddle.quant import dequantise
+        from ckpttool.formats.paddle.quant import dequantize
 
         stored = {k: [t for t, _ in e] for k, e in held.items() if k.component == "optimizer"}
         file_of = {t.file: f for k in stored for t, f in held[k]}
-        made, gone, note = dequantise(stored, self.files)
+        made, gone, note = dequantize(stored, self.files)
         for k in gone:
             del held[k]
         self.notes.append(note)

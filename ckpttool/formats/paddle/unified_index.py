@@ -1,6 +1,6 @@
 """The indexes of a unified checkpoint: one for each component, and none that is only a map.
 
-Quantised moments have the index that they had in float32; files that ranks wrote for themselves have no map, by which
+Quantized moments have the index that they had in float32; files that ranks wrote for themselves have no map, by which
 Paddle's readers know them.
 """
 
@@ -81,7 +81,7 @@ class UnifiedIndex(IndexRules):
             said = total_size(data)
             if self.stands_for(data) and isinstance(said, int):
                 settled = settled._replace(total=said)
-                notes.append(f"total_size {said:,} is of the moments before they were quantised; it stays as it is")
+                notes.append(f"total_size {said:,} is of the moments before they were quantized; it stays as it is")
             elif not self.stands_for(data):
                 fields["ckpt_quant_stage"] = stage
                 notes.append(f"ckpt_quant_stage {stage}: by the names of the moments")
@@ -105,7 +105,7 @@ class UnifiedIndex(IndexRules):
 
 
 def _stage(names: Iterable[str]) -> str:
-    """Quantisation of moments by their names: O2 packs both into one; "" where they are not."""
+    """Quantization of moments by their names: O2 packs both into one; "" where they are not."""
     there = set(names)
     coded = [n.partition("@")[0] for n in there if _CODED.search(n)]
     if not coded:
@@ -114,7 +114,7 @@ def _stage(names: Iterable[str]) -> str:
 
 
 def _as_moments(settled: Settled, tensors: Iterable[StoredTensor], old: Collection[str]) -> Settled:
-    """Map and total of quantised state: an index of Paddle's is that of the moments in float32.
+    """Map and total of quantized state: an index of Paddle's is that of the moments in float32.
 
     Scales are not in it, and moments that are packed into another tensor are.
     """

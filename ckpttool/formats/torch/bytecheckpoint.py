@@ -306,7 +306,7 @@ class _BytecheckpointReader:
                 raise UnsupportedError(
                     f"a chunk of `{printable(fqn)}` is not a plain tensor",
                     where=str(part.info.place),
-                    hint="save plain tensors or DTensors: dequantised, and not sparse",
+                    hint="save plain tensors or DTensors: dequantized, and not sparse",
                 )
             self._forms[data] = value
         return self._forms[data]

@@ -80,7 +80,7 @@ class ChunkFiles:
             raise UnsupportedError(
                 f"a chunk of `{printable(fqn)}` is a {printable(kind)}, not a plain tensor",
                 where=f"{file.info.place} [byte {span[1]:,}]",
-                hint="save plain tensors or DTensors: dequantised, and not sparse",
+                hint="save plain tensors or DTensors: dequantized, and not sparse",
             )
         stored = held.place(held.value, key.name, span[0])
         if (stored.dtype, stored.shape) != (dtype, shape):

@@ -597,7 +597,7 @@ def _check_group(g: _IndexGroup, found: Mapping[str, ExaminedFile], result: Chec
     if lacks := rules.lacks(g.stem, g.data):
         result.add("index-json", f"{g.index} does not say {lacks}, and Paddle asks for it", where, _ANEW)
     if index.stands_for:
-        result.notes.append(f"{g.index}: total_size is of the moments before they were quantised, and not checked")
+        result.notes.append(f"{g.index}: total_size is of the moments before they were quantized, and not checked")
     check_mapping(listing, members, index, missing, result, rules)
 
 

@@ -148,7 +148,7 @@ def answer(src: AnyPlace, options: OpenOptions, question: Question) -> SizeRepor
 def _sizes(model: SizedModel, question: Question) -> SizeReport:
     # An index is right or wrong whatever becomes of the weights.
     applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
-    if question.fp8_transposed and not applied.quantised:
+    if question.fp8_transposed and not applied.quantized:
         raise UsageError(f"--fp8-transposed has no effect with recipe {applied.recipe}", hint="--recipe block")
     out = SizeReport(model, applied, on_disk(model, applied, question.max_shard_size), notes=list(model.notes))
     more = out.disk.payload - applied.total.nbytes
@@ -203,7 +203,7 @@ def _ranks(out: SizeReport, q: Question) -> None:
     model, applied = out.model, out.applied
     check_sizes(model.family, model.config)
     mesh, follows = _mesh(out, q)
-    # Engines that serve want whole blocks on every rank; what trains quantises its own share.
+    # Engines that serve want whole blocks on every rank; what trains quantizes its own share.
     ranks = partition(model, applied, mesh, q.vocab_pad or 64, blocks=not q.train, follows=follows)
     out.ranks = ranks
     if q.kv:
@@ -253,7 +253,7 @@ def _ways(out: SizeReport, q: Question) -> Iterator[list[dict[str, str | int]]]:
         yield [{"--zero": n} for n in (2, 3) if (q.dp or 1) > 1 and n > (1 if q.zero is None else q.zero)]
         return
     if not q.wanted.options():
-        bits = 16 if not out.applied.quantised else 8 if out.applied.recipe in ("tensor", "channel", "block") else 4
+        bits = 16 if not out.applied.quantized else 8 if out.applied.recipe in ("tensor", "channel", "block") else 4
         yield [{"--recipe": r} for r, b in (("block", 8), ("nvfp4", 4.5), ("mxfp4", 4.25)) if b < bits]
     if q.kv == "bf16":
         yield [{"--kv": "fp8"}]

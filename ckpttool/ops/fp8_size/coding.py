@@ -1,4 +1,4 @@
-"""Codes and scales of one quantised weight, for any shape: a rank's share has the blocks of the whole."""
+"""Codes and scales of one quantized weight, for any shape: a rank's share has the blocks of the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpttool.quant.scheme import GROUP, Form, Scheme
 
 
 class Coding(NamedTuple):
-    """How a weight is quantised."""
+    """How a weight is quantized."""
 
     code: str
     """dtype of a code."""

@@ -38,7 +38,7 @@ class SizedTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     role: str = ""
-    """Role in a quantised weight: codes, scales, factor, input; "" is a tensor in high precision."""
+    """Role in a quantized weight: codes, scales, factor, input; "" is a tensor in high precision."""
 
 
 class WeightKind(NamedTuple):
@@ -63,7 +63,7 @@ class SizedModel:
     ops: tuple[Transform, ...]
     """Statements that lead from Hugging Face names to those of ``weights``."""
     weights: list[Weight]
-    """In high precision. Of a quantised checkpoint they are those that it was made of."""
+    """In high precision. Of a quantized checkpoint they are those that it was made of."""
     kinds: list[WeightKind]
     """The kind of each weight."""
     stored: dict[str, SizedTensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class SizedModel:
     packed: Mapping[str, PackedTensor] = field(default_factory=dict)
     """What each tensor of a packed weight is to it."""
     foreign: UnsupportedError | None = None
-    """Why it is not known which weights SRC was made of: its quantisation is unknown."""
+    """Why it is not known which weights SRC was made of: its quantization is unknown."""
 
 
 def load(path: Place, options: OpenOptions, config: Place | None, *, mtp: bool) -> SizedModel:

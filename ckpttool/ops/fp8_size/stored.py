@@ -44,7 +44,7 @@ class WantedRecipe:
     edge: str = ""
 
     def options(self) -> list[str]:
-        """The options that belong to a recipe which quantises."""
+        """The options that belong to a recipe which quantizes."""
         given = {
             "--block": self.block,
             "--scale-dtype": self.scale_dtype,
@@ -69,7 +69,7 @@ class WeightGroup:
     coding: Coding | None
     """None: in high precision."""
     why: str
-    """Why they are in high precision; "" where they are not, and where nothing was to be quantised."""
+    """Why they are in high precision; "" where they are not, and where nothing was to be quantized."""
     kind: str
     """One of ``CLASSES``."""
     names: list[str] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Applied:
     scheme: Scheme | None
     """None for bf16, and for what is stored already."""
     preset: str
-    """A preset of ``quant.keep``; "" where nothing is quantised."""
+    """A preset of ``quant.keep``; "" where nothing is quantized."""
     groups: list[WeightGroup]
     loose: list[SizedTensor]
     """Scales that belong to no weight (of caches)."""
@@ -147,7 +147,7 @@ class Applied:
     """Why tensors stay in high precision -> how many."""
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return any(g.coding is not None for g in self.groups)
 
     def rows(self) -> Iterator[OutputRow]:
@@ -177,7 +177,7 @@ def apply(model: SizedModel, wanted: WantedRecipe, *, or_as_it_is: bool = False)
     """Work out what is stored.
 
     ``or_as_it_is``: where no recipe is wanted and none would do anything, that is what the files hold. Raises
-    UsageError for options that do nothing and when there is nothing to quantise, LayoutError as ``quant.forms`` does.
+    UsageError for options that do nothing and when there is nothing to quantize, LayoutError as ``quant.forms`` does.
     """
     recipe = wanted.recipe
     if recipe and recipe not in CHOICES:
@@ -193,7 +193,7 @@ def apply(model: SizedModel, wanted: WantedRecipe, *, or_as_it_is: bool = False)
         raise model.foreign
     out = _stored(model) if as_it_is else _treated(model, recipe, wanted)
     if recipe in RECIPES:
-        if or_as_it_is and not out.quantised and wanted == WantedRecipe():
+        if or_as_it_is and not out.quantized and wanted == WantedRecipe():
             out = _stored(model)
         else:
             _something(model, out.groups)
@@ -219,7 +219,7 @@ def _treated(model: SizedModel, recipe: str, wanted: WantedRecipe) -> Applied:
             edge=wanted.edge,
         )
     keep = for_family(Keep(preset, wanted.keep, wanted.include, ignored), chosen, model.weights)
-    # What a quantised source has in high precision stays so.
+    # What a quantized source has in high precision stays so.
     coded = model.codes.weights
     keep = replace(keep, among=frozenset(coded) if coded else None)
     if wanted.keep or wanted.include:
@@ -253,7 +253,7 @@ def _something(model: SizedModel, groups: Iterable[WeightGroup]) -> None:
             return
         kept[g.why] = kept.get(g.why, 0) + len(g.names)
     raise UsageError(
-        "there is nothing to quantise: every tensor stays as it is",
+        "there is nothing to quantize: every tensor stays as it is",
         where=str(model.path),
         hint=f"--recipe {PLAIN} says how large it is; tensors stay because: "
         + ", ".join(f"{why} ({n})" for why, n in kept.items()),

@@ -1,7 +1,7 @@
 """What a checkpoint is, in one line: family, layers, parameters, precision, and what there is besides a model.
 
 Names, shapes and the config say it; no tensor is read. A parameter is counted once, however many ranks hold it, and a
-quantised weight has as many as before it was quantised: scales, zero points and tables are no parameters.
+quantized weight has as many as before it was quantized: scales, zero points and tables are no parameters.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Identity:
     parameters: int | None
     """None when no rule says how the ranks' tensors fit together."""
     precision: str
-    """Dtype of most parameters, or how they are quantised: ``BF16``, ``FP8, 128x128 blocks``, ``AWQ, 4 bits``."""
+    """Dtype of most parameters, or how they are quantized: ``BF16``, ``FP8, 128x128 blocks``, ``AWQ, 4 bits``."""
     components: tuple[str, ...]
     adapter: Lora | None = None
 

@@ -108,7 +108,7 @@ def _scales(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, com
             yield "scale-missing", f"FP8 weight `{n}` has no scale", "", "without it the weight means nothing"
     else:
         text = f"{len(bare)} FP8 tensors have no scales, the first is `{bare[0]}`"
-        yield "unscaled", text, "", "right if they were cast and not quantised"
+        yield "unscaled", text, "", "right if they were cast and not quantized"
 
 
 def _grid_problem(

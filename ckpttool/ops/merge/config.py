@@ -17,9 +17,9 @@ TRAINING = re.compile(
 checkpoint to go on from, and count its steps from there."""
 
 
-def merged_config(donor: Mapping[str, Any], *, dequantised: bool = False, untied: bool = False) -> dict[str, Any]:
+def merged_config(donor: Mapping[str, Any], *, dequantized: bool = False, untied: bool = False) -> dict[str, Any]:
     """The donor's config for the output. ``untied``: head and embeddings were one tensor and are two."""
-    config = without(donor) if dequantised else dict(donor)
+    config = without(donor) if dequantized else dict(donor)
     if not untied:
         return config
     config[TIED] = False

@@ -1,6 +1,6 @@
 """How far a merge is from its parents, by tensor; sums of many tensors are made of these numbers.
 
-y is a tensor of the output, x a parent's operand for it, b the base's: as float32, dequantised, with its adapters, and
+y is a tensor of the output, x a parent's operand for it, b the base's: as float32, dequantized, with its adapters, and
 with rows in the order of the output's vocabulary. d = x - b is the parent's task vector. p is what the method lets the
 parent add: see ``ckpttool.kernels.merge.measure``. All numbers are of the elements of a tensor, or of all elements of
 several:

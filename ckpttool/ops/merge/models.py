@@ -39,11 +39,11 @@ class MergeInput:
     label: str
     checkpoint: Checkpoint
     views: dict[str, DerivedTensor]
-    """Tensors by name, in high precision: without the scales of quantised weights."""
+    """Tensors by name, in high precision: without the scales of quantized weights."""
     stored: Mapping[str, DerivedTensor] = field(default_factory=dict)
     """Tensors by name, codes and scales as they lie in the files."""
     codes: dict[str, Coded] = field(default_factory=dict)
-    """The quantised weights, by name."""
+    """The quantized weights, by name."""
     ties: dict[str, str] = field(default_factory=dict)
     """Names of tied tensors, none of which it has, and of the tensors that are in their place."""
     twice: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class MergeInput:
         return max((int(m[1]) for n in self.views if (m := LAYER.search(n))), default=-1) + 1
 
     def operand(self, name: str, operands: Operands) -> Operand:
-        """What a Compute reads for a tensor; dequantised where it is quantised."""
+        """What a Compute reads for a tensor; dequantized where it is quantized."""
         if name in self.codes:
             return scaled(self.codes[name], self.stored, operands, self.label)
         view = self.views[name]
@@ -74,12 +74,12 @@ class MergeInput:
         return stored if view.dtype == self.dtype(name) else stored._replace(dtype=self.dtype(name))
 
     def dtype(self, name: str) -> str:
-        """dtype of a tensor as a merge sees it: quantised weights count as what they stand for."""
+        """dtype of a tensor as a merge sees it: quantized weights count as what they stand for."""
         stored = self.views[name].dtype
         return "BF16" if stored == "U16" and self.holds_bits else stored
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(self.codes)
 
     @property
@@ -94,7 +94,7 @@ class Models:
         self, options: OpenOptions, component: str = "model", dequant: str = "", removed: Sequence[str] = ()
     ) -> None:
         """``component`` is what is merged: the model weights, or the master weights. ``dequant`` is the dtype that
-        quantised weights count as; "" is what each model's config says. ``removed``: patterns of tensors that will be
+        quantized weights count as; "" is what each model's config says. ``removed``: patterns of tensors that will be
         left out."""
         self.dequant = dequant
         self.removed = removed
@@ -234,14 +234,14 @@ def _derived(checkpoint: Checkpoint, component: str) -> tuple[int, str]:
 def _model(
     path: str, checkpoint: Checkpoint, table: Mapping[str, DerivedTensor], dequant: str, notes: list[str]
 ) -> MergeInput:
-    """Set codes and scales apart. Raises for weights that cannot be dequantised."""
+    """Set codes and scales apart. Raises for weights that cannot be dequantized."""
     config = checkpoint.config
     codes = find_codes({n: (v.dtype, v.shape) for n, v in table.items()}, config, where=path)
     if turned := next((c.name for c in codes.weights.values() if c.turned), None):
         raise UnsupportedError(
-            f"`{turned}` is quantised the other way round than it is merged",
+            f"`{turned}` is quantized the other way round than it is merged",
             where=path,
-            hint=f"dequantise the model first: ckpttool fp8-cast {path} DST --to bf16",
+            hint=f"dequantize the model first: ckpttool fp8-cast {path} DST --to bf16",
         )
     parts, beside = codes.parts, set(codes.beside)
     dtype = dequant or high_precision(config)
@@ -255,7 +255,7 @@ def _model(
         elif weight.name not in views:
             views[weight.name] = DerivedTensor(weight.name, dtype, weight.shape)
     if codes.weights:
-        notes.append(f"{path}: {len(codes.weights)} quantised weights are dequantised")
+        notes.append(f"{path}: {len(codes.weights)} quantized weights are dequantized")
     if beside:
         shown = codes.beside[0]
         notes.append(f"{path}: {len(beside)} scales of activations or caches are left out (`{shown}`)")

@@ -74,7 +74,7 @@ class MergeOptions:
     rng: Literal["counter", "mergekit"] = "counter"
     card: bool = False
     dequant: str = ""
-    """The dtype that quantised weights count as; "" is what each model's config says."""
+    """The dtype that quantized weights count as; "" is what each model's config says."""
 
     def check_one(self) -> None:
         """Raises UsageError for flags that do nothing where there is one source."""
@@ -163,7 +163,7 @@ def prepare(
     builder.run(resolved, choices.missing)
     config = merged_config(
         restacked(recipe, resolved, models, donor_ref, options.family),
-        dequantised=any(models[r].quantised for r in refs),
+        dequantized=any(models[r].quantized for r in refs),
         untied=any(Key(n, recipe.component) in builder.tensors for n in adaptations.apart),
     )
     config, files = in_line(config, donor, builder.tensors, words, models.notes)
@@ -500,8 +500,8 @@ def _opened(
     models.open(refs)
     if recipe.method != "passthrough":
         _check_factors(models, refs)
-    if choices.dequant and not any(models[r].quantised for r in refs):
-        raise UsageError("--dequant: no weight of the sources is quantised", hint="--dtype chooses the output's dtype")
+    if choices.dequant and not any(models[r].quantized for r in refs):
+        raise UsageError("--dequant: no weight of the sources is quantized", hint="--dtype chooses the output's dtype")
     return models
 
 
