@@ -68,8 +68,16 @@ def visible() -> list[tuple[str, Any]]:
 
 
 def page_of(name: str) -> str:
-    """The page of a command, `ckpttool fp8-cast`: its address below docs/."""
+    """The page of a command, `ckpttool convert-json`: its address below docs/."""
     return f"reference/{name.removeprefix('ckpttool ').replace(' ', '-')}.md"
+
+
+def guide_of(word: str) -> str:
+    """The guide to a command, below docs/; it may have a former name. "" where there is none."""
+    from ckpttool.cli.help import ALIASES
+
+    names = [f"{name}.md" for name in (word, *(old for old, new in ALIASES.items() if new == word))]
+    return next((name for name in names if (ROOT / "docs" / name).exists()), "")
 
 
 def commands() -> str:
@@ -100,8 +108,8 @@ def command_page(name: str, command: Any) -> str:
     from ckpttool.cli.help import EXAMPLES, sections, usage_words
 
     word = name.removeprefix("ckpttool ")
-    has_guide = (ROOT / "docs" / f"{word}.md").exists()
-    guide = f" [The guide](../{word}.md) shows it at work." if has_guide else ""
+    about = guide_of(word)
+    guide = f" [The guide](../{about}) shows it at work." if about else ""
     lines = [
         f"# {name}",
         "",
@@ -125,7 +133,7 @@ def command_page(name: str, command: Any) -> str:
         kind = "argument" if title == "Arguments" else "option"
         lines += ["", f"## {title}", "", f"| {kind} | meaning |", "| --- | --- |", *rows]
     others = [f"[{other}]({page_of(other).removeprefix('reference/')})" for other, _ in visible() if other != name]
-    after = [f"[the guide](../{word}.md)"] if has_guide else []
+    after = [f"[the guide](../{about})"] if about else []
     lines += ["", f"**Next:** {', '.join([*after, '[exit codes, output, patterns](../reference.md)'])}."]
     lines += ["", f"Other commands: {', '.join(others)}.", ""]
     return "\n".join(lines)

@@ -779,7 +779,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     from ckpttool.cli.app import app
 
     commands = getattr(get_command(app), "commands", {})
-    assert {"reshard", "merge", "drop-keys", "inspect", "fp8-cast", "fp8-size"} <= commands.keys()
+    assert {"reshard", "merge", "drop-keys", "inspect", "quantize", "size"} <= commands.keys()
     runs = [["--help"], *([name, "--help"] for name in commands)]
     for arguments, status, heavy in loaded_by(HEAVY_FOR_HELP, runs, tmp_path):
         assert (status, heavy) == (0, []), f"ckpttool {' '.join(arguments)}"

@@ -12,9 +12,13 @@
     merge.py
     drop_keys.py
     convert_json.py
+    quantize.py
+    size.py
+    views.py      what inspect, diff and check share: options and answers of the views of ops.inspect
     inspect.py
-    fp8_cast.py
-    fp8_size.py
+    diff.py
+    check.py
+    manual.py     ckpttool help
 
 A command is a function in a file of its own, and a line of app.py. In its signature ``options.`` marks what others have
 too; a name without it is the command's own. No command imports another.

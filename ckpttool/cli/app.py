@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from ckpttool.cli.check import check
 from ckpttool.cli.convert_json import convert_json
+from ckpttool.cli.diff import diff
 from ckpttool.cli.doctor import doctor
 from ckpttool.cli.drop_keys import drop_keys
 from ckpttool.cli.explain import explain
 from ckpttool.cli.failure import failed
-from ckpttool.cli.fp8_cast import fp8_cast
-from ckpttool.cli.fp8_size import fp8_size
-from ckpttool.cli.help import TASKS, Command, in_order
+from ckpttool.cli.help import ALIASES, TASKS, Command, in_order
 from ckpttool.cli.inspect import inspect
+from ckpttool.cli.manual import help_
 from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
+from ckpttool.cli.quantize import quantize
 from ckpttool.cli.reshard import reshard
+from ckpttool.cli.size import size
 from ckpttool.errors import CkptError, UsageError, plain, unprinted
 from ckpttool.storage import access
 from ckpttool.version import __version__
@@ -41,6 +44,10 @@ _OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
 class _Commands(TyperGroup):
     """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        word, *rest = args
+        return super().resolve_command(ctx, [ALIASES.get(word, word), *rest])
+
     def get_help_option_names(self, ctx: Any) -> list[str]:
         return in_order(super().get_help_option_names(ctx))
 
@@ -50,7 +57,7 @@ class _Commands(TyperGroup):
             with formatter.section(task):
                 formatter.write_dl([(f"{n:{width}}", self.commands[n].get_short_help_str(60)) for n in names])
         with formatter.section("More"):
-            formatter.write_text("ckpttool COMMAND --help shows examples and options of a command.")
+            formatter.write_text("ckpttool help COMMAND shows examples and options of a command.")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
@@ -147,11 +154,14 @@ app.command("reshard", cls=Command, short_help="Change a checkpoint's parallelis
 app.command("merge", cls=Command, short_help="Write one checkpoint out of several, or of shards.")(merge)
 app.command("drop-keys", cls=Command, short_help="Write SRC without some of its tensors.")(drop_keys)
 app.command("convert-json", cls=Command, short_help="Convert or check Paddle programs; indexes, headers.")(convert_json)
-app.command("inspect", cls=Command, short_help="Show, check and compare what is inside SRC.")(inspect)
-app.command("fp8-cast", cls=Command, short_help="Quantize to FP8, MXFP4, NVFP4; dequantize.")(fp8_cast)
-app.command("fp8-size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(fp8_size)
+app.command("inspect", cls=Command, short_help="Show what is inside a checkpoint.")(inspect)
+app.command("diff", cls=Command, short_help="Compare two checkpoints.")(diff)
+app.command("check", cls=Command, short_help="Look for problems in a checkpoint.")(check)
+app.command("quantize", cls=Command, short_help="Quantize to FP8, MXFP4, NVFP4; dequantize.")(quantize)
+app.command("size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(size)
 app.command("doctor", cls=Command, short_help="Say what works here, and what is missing.")(doctor)
 app.command("explain", cls=Command, short_help="Explain an error, or a finding of a check.")(explain)
+app.command("help", cls=Command, short_help="Show all options of a command.")(help_)
 
 
 @cache

@@ -17,8 +17,10 @@ _FIRST = {
     "drop-keys": "keep_keys link dry_run verify force",
     "convert-json": "check names params program index",
     "inspect": "list_ check diff filter_ html",
-    "fp8-cast": "recipe to keep verify dry_run",
-    "fp8-size": "recipe tp_out kv tokens gpu",
+    "diff": "headers_only atol rtol filter_ only html",
+    "check": "values findings html only on",
+    "quantize": "recipe to keep verify dry_run",
+    "size": "recipe tp_out kv tokens gpu",
 }
 """The options that most people use, by the names of their parameters."""
 
@@ -49,11 +51,15 @@ _UNBROKEN = "\u2011"
 
 TASKS = (
     ("Convert", ("reshard", "merge", "convert-json")),
-    ("Quantize", ("fp8-cast", "fp8-size")),
-    ("Look and edit", ("inspect", "drop-keys")),
-    ("Help", ("doctor", "explain")),
+    ("Quantize", ("quantize", "size")),
+    ("Look", ("inspect", "diff", "check")),
+    ("Edit", ("drop-keys",)),
+    ("Help", ("doctor", "explain", "help")),
 )
 """The commands by task, as ``ckpttool`` alone lists them."""
+
+ALIASES = {"fp8-cast": "quantize", "fp8-size": "size"}
+"""Former names of commands, which go on working and are not listed."""
 
 EXAMPLES = {
     "reshard": (
@@ -73,21 +79,28 @@ EXAMPLES = {
     ),
     "inspect": (
         "ckpttool inspect llama_tp8",
-        "ckpttool inspect llama_tp8 --check",
-        "ckpttool inspect llama_tp8 --diff llama_hf --values",
-        "ckpttool inspect run --diff step-1000 step-2000 --values",
+        "ckpttool inspect llama_tp8 --list --filter '*.q_proj.*'",
         "ckpttool inspect llama_tp8 --stats --html report.html",
     ),
-    "fp8-cast": (
-        "ckpttool fp8-cast llama llama_fp8 --recipe block",
-        "ckpttool fp8-cast llama_fp8 llama_bf16 --to bf16",
+    "diff": (
+        "ckpttool diff llama_tp8 llama_hf",
+        "ckpttool diff run/step-1000 run/step-2000 --html changes.html",
     ),
-    "fp8-size": (
-        "ckpttool fp8-size llama/config.json",
-        "ckpttool fp8-size llama --tp-out 8 --kv fp8 --tokens 32k --gpu h100",
+    "check": (
+        "ckpttool check llama_tp8",
+        "ckpttool check llama_tp8 --values --findings sarif=findings.sarif",
+    ),
+    "quantize": (
+        "ckpttool quantize llama llama_fp8 --recipe block",
+        "ckpttool quantize llama_fp8 llama_bf16 --to bf16",
+    ),
+    "size": (
+        "ckpttool size llama/config.json",
+        "ckpttool size llama --tp-out 8 --kv fp8 --tokens 32k --gpu h100",
     ),
     "explain": ("ckpttool explain layout", "ckpttool explain shard-missing"),
     "doctor": ("ckpttool doctor", "ckpttool doctor /mnt/models", "ckpttool doctor s3://bucket/models --online"),
+    "help": ("ckpttool help reshard",),
 }
 """Command lines to begin with."""
 NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}

@@ -29,11 +29,11 @@ _INSTEAD = {
     ("drop-keys", "-o"): "ckpttool drop-keys SRC DST 'lm_head.*'",
     ("merge", "--config"): "the recipe is the source: ckpttool merge recipe.yml -o DST",
     (
-        "fp8-cast",
+        "quantize",
         "--tp-out",
-    ): "fp8-cast writes whole weights; ckpttool reshard --requant block --tp-out N also splits them",
-    ("fp8-cast", "--dtype"): "--to bf16 dequantizes, --scale-dtype is the dtype of scales, --code that of codes",
-    ("fp8-size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
+    ): "quantize writes whole weights; ckpttool reshard --requant block --tp-out N also splits them",
+    ("quantize", "--dtype"): "--to bf16 dequantizes, --scale-dtype is the dtype of scales, --code that of codes",
+    ("size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
     ("convert-json", "--verify"): "every conversion is verified",
     ("convert-json", "--dtype"): "bytes are converted as they are; ckpttool reshard --dtype casts",
     ("inspect", "--tree"): "the tree is what inspect shows when no other view is asked for",
@@ -61,23 +61,26 @@ _EVERYWHERE = {
 _OPTIONS_OF_OTHERS = {option: hint for hint, options in _EVERYWHERE.items() for option in options.split()}
 
 _HERE = {
-    "`ckpttool --help`, or `ckpttool COMMAND --help`": "help usage man commands",
+    "`ckpttool help`, or `ckpttool help COMMAND`": "usage man commands options",
     "`ckpttool --version`": "version",
     "`ckpttool inspect SRC`": "info show-info describe summary summarize tree view open print list-tensors",
     "`ckpttool inspect SRC --list`": "ls list tensors keys",
     "`ckpttool inspect SRC --show NAME[INDEX]`": "show cat dump head",
-    "`ckpttool inspect SRC --check`": "check validate lint doctor fsck test",
-    "`ckpttool inspect SRC --diff OTHER --values`; `ckpttool reshard --verify` compares what it writes": (
-        "diff compare cmp equal verify"
+    "`ckpttool check SRC`": "validate validation lint fsck test audit scan sanity",
+    "`ckpttool diff A B`": "compare comparison cmp equal difference delta",
+    "`ckpttool check SRC`, `ckpttool diff A B`; reshard, merge and quantize check what they write with --verify": (
+        "verify verification"
     ),
     "`ckpttool inspect SRC --stats`": "stat stats hist histogram",
     "`ckpttool inspect SRC --hash`": "hash checksum digest md5 sha256",
-    "`ckpttool fp8-cast SRC DST --recipe block`": "quantize quantise quant fp8 fp8-quantize fp4 nvfp4 mxfp4 mxfp8",
-    "`ckpttool fp8-cast SRC DST --to bf16`": "dequantize dequantise dequant",
-    "`ckpttool fp8-size SRC`": "size sizes memory mem estimate du fit params",
+    "`ckpttool quantize SRC DST --recipe block`": (
+        "quantise quant quantization fp8 fp8-quantize to-fp8 fp4 nvfp4 mxfp4 mxfp8"
+    ),
+    "`ckpttool quantize SRC DST --to bf16`": "dequantize dequantise dequant",
+    "`ckpttool size SRC`": "sizes memory mem vram estimate du fit fits params fp8-mem",
     "`ckpttool reshard SRC DST --to FORMAT`; Paddle programs: `ckpttool convert-json`": "convert export translate save",
     "`ckpttool reshard SRC DST --tp-out N`": "split shard cut slice partition tp pp ep",
-    "`ckpttool reshard SRC DST --dtype bf16`; to FP8: `ckpttool fp8-cast SRC DST`": "cast dtype to-bf16 to-fp16 half",
+    "`ckpttool reshard SRC DST --dtype bf16`; to FP8: `ckpttool quantize SRC DST`": "cast dtype to-bf16 to-fp16 half",
     "`ckpttool reshard SRC DST --rename OLD=NEW`": "rename mv map",
     "`ckpttool merge SRC -o DST` for shards of one model, `ckpttool merge A B -o DST` for several models": (
         "join unshard consolidate combine gather average soup merge-shards merge-lora lora"
@@ -127,7 +130,7 @@ def _usage_error(e: Any) -> UsageError:
             " quoted, or the shell puts file names in their place",
         )
     if "o such command" in e.message:
-        return _no_such_command(e.message.split("'")[1], command)
+        return no_such_command(e.message.split("'")[1], command)
     return UsageError(e.format_message().rstrip("."), hint=f"see `{path} --help`")
 
 
@@ -179,7 +182,8 @@ def _is_method_parameter(name: str) -> bool:
     return any(name in m.per_model or name in m.whole for m in METHODS.values())
 
 
-def _no_such_command(word: str, group: Any) -> UsageError:
+def no_such_command(word: str, group: Any) -> UsageError:
+    """The error for a word that is not a command, with the command that was meant."""
     names = list(group.commands)
     if hint := _COMMANDS_OF_OTHERS.get(word.replace("_", "-").lower()):
         return UsageError(f"there is no command `{word}`", hint=f"use {hint}")

@@ -89,10 +89,10 @@ def test_install_for_bash(tmp_path: Path) -> None:
 OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
     **{
         (c, "--from"): (*choices.FORMATS, *choices.READ_ONLY)
-        for c in ("reshard", "merge", "inspect", "fp8-cast", "fp8-size")
+        for c in ("reshard", "merge", "inspect", "quantize", "size")
     },
     **{(c, "--to"): choices.FORMATS for c in ("reshard", "merge", "drop-keys")},
-    ("fp8-cast", "--to"): choices.PRECISIONS,
+    ("quantize", "--to"): choices.PRECISIONS,
     ("reshard", "--target"): choices.TARGETS,
     ("reshard", "--only"): choices.COMPONENTS,
     ("inspect", "--only"): choices.COMPONENTS,
@@ -100,12 +100,12 @@ OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
     ("inspect", "--dtype"): choices.DTYPES,
     ("inspect", "--findings"): choices.FINDINGS,
     ("reshard", "--requant"): choices.RECIPES,
-    ("fp8-cast", "--recipe"): choices.RECIPES,
-    ("fp8-size", "--recipe"): choices.SIZED,
-    ("fp8-cast", "--quant-method"): choices.QUANT_METHODS,
-    ("fp8-cast", "--keep-preset"): choices.PRESETS,
-    ("fp8-size", "--kv"): choices.CACHES,
-    ("fp8-size", "--by"): choices.GROUPINGS,
+    ("quantize", "--recipe"): choices.RECIPES,
+    ("size", "--recipe"): choices.SIZED,
+    ("quantize", "--quant-method"): choices.QUANT_METHODS,
+    ("quantize", "--keep-preset"): choices.PRESETS,
+    ("size", "--kv"): choices.CACHES,
+    ("size", "--by"): choices.GROUPINGS,
     ("merge", "--method"): choices.METHODS,
     ("reshard", "--on"): choices.ENGINES,
     ("reshard", "--part"): ("auto",),

@@ -23,10 +23,13 @@ USAGE: dict[str, tuple[object, ...]] = {
     "drop-keys": (FT1, "dst", "no.such.tensor"),
     "convert-json": (PROGRAM,),
     "inspect": (LLAMA, "--sort", "colour"),
-    "fp8-cast": (FT1, "dst", "--recipe", "nvfp5"),
-    "fp8-size": (FT1, "--tokens", "many"),
+    "diff": (FT1, FT1, "--only", "nothing"),
+    "check": (FT1, "--findings", "csv"),
+    "quantize": (FT1, "dst", "--recipe", "nvfp5"),
+    "size": (FT1, "--tokens", "many"),
     "doctor": ("/no/such/place",),
     "explain": ("nothing",),
+    "help": ("nothing",),
 }
 DATA: dict[str, tuple[tuple[object, ...], str]] = {
     "reshard": ((LLAMA, "dst", "--tp-out", 3), "layout"),
@@ -34,11 +37,12 @@ DATA: dict[str, tuple[tuple[object, ...], str]] = {
     "drop-keys": (("broken", "dst", "*"), "corrupt"),
     "convert-json": ((PROGRAM, "there.safetensors"), "output"),
     "inspect": (("broken",), "corrupt"),
-    "fp8-cast": (("broken", "dst"), "corrupt"),
-    "fp8-size": (("broken",), "corrupt"),
+    "diff": ((FT1, "broken"), "corrupt"),
+    "quantize": (("broken", "dst"), "corrupt"),
+    "size": (("broken",), "corrupt"),
 }
-NO_DATA = {"doctor", "explain"}
-"""Commands that read no checkpoint."""
+NO_DATA = {"doctor", "explain", "help", "check"}
+"""Commands that read no checkpoint, and one whose answer is what is wrong with it."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_command_is_here() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert set(USAGE) == set(DATA) | NO_DATA == set(commands)
-    assert all(any("--json" in p.opts for p in command.params) for command in commands.values())
+    assert all(any("--json" in p.opts for p in command.params) for name, command in commands.items() if name != "help")
 
 
 def failure(*arguments: object, code: int) -> dict[str, Any]:
@@ -89,8 +93,8 @@ def test_data(command: str) -> None:
 
 
 def test_no_such_command() -> None:
-    error = failure("check", LLAMA, code=2)
-    assert (error["message"], error["hint"]) == ("there is no command `check`", "use `ckpttool inspect SRC --check`")
+    error = failure("validate", LLAMA, code=2)
+    assert (error["message"], error["hint"]) == ("there is no command `validate`", "use `ckpttool check SRC`")
 
 
 def test_without_json_stdout_stays_empty() -> None:

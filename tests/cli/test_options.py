@@ -15,14 +15,19 @@ from ckpttool.cli.app import app
 from ckpttool.cli.options import flag, grouped, number, value, without
 
 OF_THEIR_OWN = {
+    "--atol": {"diff"},
     "--check": {"inspect", "convert-json"},
     "--dtype": {"inspect"},
     "--max-shard-size": {"convert-json"},
+    "--findings": {"check"},
+    "--html": {"check", "diff"},
     "--memory": {"convert-json"},
     "--output": {"convert-json", "merge"},
-    "--part": {"inspect", "fp8-size"},
-    "--recipe": {"fp8-size"},
-    "--to": {"fp8-cast"},
+    "--part": {"inspect", "diff", "check"},
+    "--recipe": {"size"},
+    "--rtol": {"diff"},
+    "--to": {"quantize"},
+    "--values": {"check", "diff"},
     "--verify": {"merge"},
 }
 """Where an option means something else than in the other commands."""

@@ -1,4 +1,4 @@
-"""``ckpttool fp8-cast``: how to quantize, or with --to what to dequantize to."""
+"""``ckpttool quantize``: how to quantize, or with --to what to dequantize to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ALL = ["recipe", "block", "scale_dtype", "quant_method", "code", "pow2", "edge"
 
 
 @options.grouped
-def fp8_cast(
+def quantize(
     *,
     src: options.Src,
     dst: options.Dst,

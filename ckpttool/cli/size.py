@@ -1,4 +1,4 @@
-"""``ckpttool fp8-size``: a recipe, ranks, keys and values, training."""
+"""``ckpttool size``: a recipe, ranks, keys and values, training."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Counted:
 
 
 @options.grouped
-def fp8_size(
+def size(
     *,
     src: options.Src,
     how: SizeOptions,
