@@ -105,7 +105,7 @@ def commands() -> str:
 
 def command_page(name: str, command: Any) -> str:
     """The whole page of one command: usage, examples, arguments, and options by the headings of its help."""
-    from ckpttool.cli.help import EXAMPLES, sections, usage_words
+    from ckpttool.cli.help import EXAMPLES, HELP, sections, usage_words
 
     word = name.removeprefix("ckpttool ")
     about = guide_of(word)
@@ -129,7 +129,7 @@ def command_page(name: str, command: Any) -> str:
         else:
             rows = [option_row(p) for p in parameters]
         if title == "Output":
-            rows.append("| `--help`, `-h` | Show the options. |")
+            rows.append(f"| `--help` | {HELP} |")
         kind = "argument" if title == "Arguments" else "option"
         lines += ["", f"## {title}", "", f"| {kind} | meaning |", "| --- | --- |", *rows]
     others = [f"[{other}]({page_of(other).removeprefix('reference/')})" for other, _ in visible() if other != name]

@@ -79,15 +79,15 @@ def short_help(command: Any) -> str:
 
 def options(command: Any) -> Iterator[Option]:
     """The options of a command, ``--help`` last."""
-    from ckpttool.cli.help import described, is_option, sections
+    from ckpttool.cli.help import HELP, described, is_option, sections
 
-    context = command.make_context(command.name, [], resilient_parsing=True)
+    context = command.make_context(command.name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     for parameters in sections(command.name, command.params).values():
         for p in filter(is_option, parameters):
             metavar = "" if p.is_flag else str(p.metavar)
             values = tuple(item.value for item in p.shell_complete(context, ""))
             yield Option((*p.opts, *p.secondary_opts), described(p), metavar, values, bool(p.multiple))
-    yield Option(("-h", "--help"), "Show the options.", "", (), repeats=False)
+    yield Option(tuple(command.get_help_option_names(context)), HELP, "", (), repeats=False)
 
 
 # -- bash

@@ -7,42 +7,77 @@ import errno
 import gc
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
-from ckpttool.cli.check import check
-from ckpttool.cli.convert_json import convert_json
-from ckpttool.cli.diff import diff
-from ckpttool.cli.doctor import doctor
-from ckpttool.cli.drop_keys import drop_keys
-from ckpttool.cli.explain import explain
 from ckpttool.cli.failure import failed
 from ckpttool.cli.help import ALIASES, TASKS, Command, in_order
-from ckpttool.cli.inspect import inspect
-from ckpttool.cli.manual import help_
-from ckpttool.cli.merge import merge
 from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
-from ckpttool.cli.quantize import quantize
-from ckpttool.cli.reshard import reshard
-from ckpttool.cli.size import size
 from ckpttool.errors import CkptError, UsageError, plain, unprinted
 from ckpttool.storage import access
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 _OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
 """What is wrong with a path as it was given, or with the directories on the way."""
 
 
+_COMMANDS = {
+    "reshard": ("reshard.reshard", "Change a checkpoint's parallelism, format or names."),
+    "merge": ("merge.merge", "Merge several models into one, or the shards of one."),
+    "convert-json": ("convert_json.convert_json", "Convert or check Paddle programs; indexes, headers."),
+    "quantize": ("quantize.quantize", "Quantize to FP8, MXFP4, NVFP4; dequantize."),
+    "size": ("size.size", "Estimate disk and GPU memory; does it fit?"),
+    "inspect": ("inspect.inspect", "Show what is inside a checkpoint."),
+    "diff": ("diff.diff", "Compare two checkpoints."),
+    "check": ("check.check", "Look for problems in a checkpoint."),
+    "drop-keys": ("drop_keys.drop_keys", "Write a checkpoint without some of its tensors."),
+    "doctor": ("doctor.doctor", "Show what works here, and what is missing."),
+    "explain": ("explain.explain", "Explain an error, or a finding of a check."),
+    "help": ("manual.help_", "Show all options of a command."),
+}
+"""The function below this package that is the command, and what it does; in the order of ``--help``."""
+
+
+class _LoadedCommands(Mapping[str, Any]):
+    """The commands by name, each imported and made when it is asked for: all of them take 70 ms, and one is run."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            where, about = _COMMANDS[name]
+            module, _, function = where.partition(".")
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
+            run = getattr(import_module(f"ckpttool.cli.{module}"), function)
+            single.command(name, cls=Command, short_help=about)(run)
+            self._made[name] = get_command(single)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
 class _Commands(TyperGroup):
     """Ends every command alike: an expected failure is one clear error and an exit code, never a traceback."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.commands: Any = _LoadedCommands()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         word, *rest = args
@@ -52,10 +87,10 @@ class _Commands(TyperGroup):
         return in_order(super().get_help_option_names(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        width = max(map(len, self.commands))
+        width = max(map(len, _COMMANDS))
         for task, names in TASKS:
             with formatter.section(task):
-                formatter.write_dl([(f"{n:{width}}", self.commands[n].get_short_help_str(60)) for n in names])
+                formatter.write_dl([(f"{n:{width}}", _COMMANDS[n][1]) for n in names])
         with formatter.section("More"):
             formatter.write_text("ckpttool help COMMAND shows examples and options of a command.")
 
@@ -149,26 +184,9 @@ def _app(
     """Reshard, merge and inspect checkpoints of large models, on one machine or many, in bounded memory."""
 
 
-# --help lists them in this order. Decorators would make it the order of imports.
-app.command("reshard", cls=Command, short_help="Change a checkpoint's parallelism, format or names.")(reshard)
-app.command("merge", cls=Command, short_help="Write one checkpoint out of several, or of shards.")(merge)
-app.command("drop-keys", cls=Command, short_help="Write SRC without some of its tensors.")(drop_keys)
-app.command("convert-json", cls=Command, short_help="Convert or check Paddle programs; indexes, headers.")(convert_json)
-app.command("inspect", cls=Command, short_help="Show what is inside a checkpoint.")(inspect)
-app.command("diff", cls=Command, short_help="Compare two checkpoints.")(diff)
-app.command("check", cls=Command, short_help="Look for problems in a checkpoint.")(check)
-app.command("quantize", cls=Command, short_help="Quantize to FP8, MXFP4, NVFP4; dequantize.")(quantize)
-app.command("size", cls=Command, short_help="Estimate disk and GPU memory; does it fit?")(size)
-app.command("doctor", cls=Command, short_help="Say what works here, and what is missing.")(doctor)
-app.command("explain", cls=Command, short_help="Explain an error, or a finding of a check.")(explain)
-app.command("help", cls=Command, short_help="Show all options of a command.")(help_)
-
-
 @cache
 def _command() -> Callable[[], object]:
-    """The commands with their options, which take 40 ms to make: once for a process that runs many."""
-    from typer.main import get_command
-
+    """The commands: once for a process that runs many."""
     return get_command(app)
 
 

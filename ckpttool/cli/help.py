@@ -1,9 +1,10 @@
-"""``--help``: of a command its examples, the options that most people use, then the others by what they are about."""
+"""``-h`` of a command: examples, and the options that most people use. ``--help``: all options, by topic."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typer import Context, Exit, echo
 from typer.core import TyperCommand
 
 from ckpttool.cli.choices import METHODS
@@ -41,11 +42,12 @@ _GROUPS = (
     ("Run", "dry_run force resume verify workers memory manifest"),
     ("Many machines", "on shares"),
     ("Other machines", "connections anonymous offline create_pr"),
-    ("Output", "by unit json quiet verbose help"),
+    ("Output", "by unit json quiet verbose short_help help"),
 )
 """Headings of all other options, and both in their order; what is listed nowhere comes before them under "Options"."""
 
 COMMON = "Common options"
+HELP = "Show all options."
 _UNBROKEN = "\u2011"
 """A hyphen at which no line is broken, while lines are: names of options and values are copied as a whole."""
 
@@ -112,6 +114,13 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=len)
 
 
+def first_help(context: Context, asked: bool) -> None:
+    """Answer ``-h``: print what fits a screen, and end."""
+    if asked and not context.resilient_parsing:
+        echo(context.command.first_help(context))  # type: ignore[attr-defined]
+        raise Exit
+
+
 class Command(TyperCommand):
     """A command whose help a terminal of 80 columns shows in sections."""
 
@@ -121,13 +130,40 @@ class Command(TyperCommand):
     def get_help_option_names(self, ctx: Any) -> list[str]:
         return in_order(super().get_help_option_names(ctx))
 
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.help = HELP
+        return option
+
     def get_help(self, ctx: Any) -> str:
         return str(super().get_help(ctx)).replace(_UNBROKEN, "-")
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def first_help(self, ctx: Any) -> str:
+        """Usage, examples and the options that most people use: about twenty lines."""
+        found = sections(self.name or "", self.get_params(ctx))
+        if COMMON not in found:
+            return self.get_help(ctx)
+        formatter = ctx.make_formatter()
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self._format_examples(formatter)
+        with formatter.section(COMMON):
+            formatter.write_dl([_row(p) for p in found[COMMON]])
+        options = [p for some in found.values() for p in some if is_option(p)]
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"{ctx.command_path} --help shows all {len(options)} options, in groups.".replace("-", _UNBROKEN)
+        )
+        return str(formatter.getvalue()).replace(_UNBROKEN, "-").rstrip("\n")
+
+    def _format_examples(self, formatter: Any) -> None:
         with formatter.section("Examples"):
             for line in EXAMPLES.get(self.name or "", ()):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self._format_examples(formatter)
         for title, parameters in sections(self.name or "", self.get_params(ctx)).items():
             with formatter.section(title):
                 formatter.write_dl([_row(p) for p in parameters])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from ckpttool.cli import choices
+from ckpttool.cli.help import first_help
 from ckpttool.cli.values import numbers
 from ckpttool.core.words import either, one_of, parse_betas, parse_size
 from ckpttool.errors import UsageError
@@ -436,6 +437,7 @@ class OutputFlags:
 
     json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False
     quiet: Annotated[bool, flag("-q --quiet", "Suppress progress and notes.", callback=_silenced)] = False
+    short_help: Annotated[bool, flag("-h", "Show the common options.", callback=first_help, is_eager=True)] = False
 
     def progress(self, flags: RunFlags | None = None) -> Progress:
         """What shows how far a run is. Says before which part this is, where the launcher was asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from ckpttool.cli.app import app
 from ckpttool.kernels.merge import METHODS
 from tests.helpers.command import ckpttool
 
+MOST = 25
+"""Lines of -h."""
+FEW = 8
+"""Options that need no short list."""
+
 
 def test_names_of_help_have_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come out of a set, which has another order in another process."""
@@ -22,6 +28,28 @@ def test_names_of_help_have_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [
         c.name for c in (whole, *whole.commands.values()) if c.get_help_option_names(None) != ["-h", "--help"]
     ] == []
+
+
+@pytest.mark.parametrize("name", get_command(app).commands)  # type: ignore[attr-defined]
+def test_first_help_fits_a_screen(name: str) -> None:
+    """-h: usage, a sentence, examples, and an option a line; then how many there are, which --help lists."""
+    first, whole = (ckpttool(name, option) for option in ("-h", "--help"))
+    assert first.code == whole.code == 0
+    for out in (first.out, whole.out):
+        assert max(map(len, out.splitlines())) <= 80
+    options = re.findall("^  -", whole.out, re.MULTILINE)
+    if len(options) < FEW:
+        assert first.out == whole.out
+        return
+    assert len(first.out.splitlines()) <= MOST
+    rows = re.findall("^  -.*", first.out, re.MULTILINE)
+    assert 5 <= len(rows) <= 9
+    assert set(rows) <= set(re.findall("^  -.*", whole.out, re.MULTILINE))
+    assert first.out.endswith(f"\n\nckpttool {name} --help shows all {len(options)} options, in groups.\n")
+
+
+def test_first_help_at_any_place() -> None:
+    assert ckpttool("reshard", "a", "--tp-out", 2, "-h").out == ckpttool("reshard", "-h").out
 
 
 def test_merge_names_its_methods() -> None:
