@@ -74,8 +74,8 @@ EXAMPLES = {
     "inspect": (
         "ckpttool inspect llama_tp8",
         "ckpttool inspect llama_tp8 --check",
-        "ckpttool inspect llama_tp8 --diff llama_hf --values",
-        "ckpttool inspect run --diff step-1000 step-2000 --values",
+        "ckpttool inspect llama_tp8 --diff llama_hf",
+        "ckpttool inspect run --diff step-1000 step-2000",
         "ckpttool inspect llama_tp8 --stats --html report.html",
     ),
     "fp8-cast": (

@@ -95,12 +95,16 @@ def _what(survey: ReportContents) -> str:
 
 def _verdict(survey: ReportContents) -> str:
     errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
-    return ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n) or "no problem found"
+    found = ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n)
+    return found or f"no problem found{'' if survey.view.checks_elements else ' in headers'}"
 
 
 def _compared(diff: DiffResult) -> str:
     if diff.ok:
-        return "equal" if diff.values else "equal names, dtypes and shapes"
+        if not diff.values:
+            return "same names, dtypes and shapes; values not compared"
+        near = "" if diff.tolerance is None else " within the tolerance"
+        return f"equal{near}" if diff.equal else f"no difference; {', '.join(diff.components_failed)} not compared"
     alone = [
         f", {len(names):,} only {side}"
         for names, side in ((diff.only_left, "here"), (diff.only_right, "there"))
@@ -418,8 +422,9 @@ def _changes(diff: DiffResult) -> Iterator[PageSection]:
         titles = [("Tensor", "code"), ("Change", "number"), ("Cosine", "number"), ("Largest difference", "number")]
         yield _table("changes", "Largest changes", [*titles, ("Elements changed", "share")], changed)
     if not rows and not diff.elements:
-        how = "every element" if diff.values else "names, dtypes and shapes; --values compares the elements, too"
-        yield _table("changes", "Largest changes", [("Compared", "text"), ("Answer", "text")], [[how, "equal"]])
+        how = "names, dtypes, shapes and values" if diff.values else "names, dtypes and shapes; values not compared"
+        titles = [("Compared", "text"), ("Answer", "text")]
+        yield _table("changes", "Largest changes", titles, [[how, _compared(diff)]])
 
 
 def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> PageSection:
