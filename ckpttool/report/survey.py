@@ -94,9 +94,9 @@ def _what(survey: ReportContents) -> str:
 
 
 def _verdict(survey: ReportContents) -> str:
-    errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
+    errors, warnings = (sum(f.severity == s for f, _ in folded(survey.check.findings)) for s in (ERROR, WARNING))
     found = ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n)
-    return found or f"no problem found{'' if survey.view.checks_elements else ' in headers'}"
+    return found or f"no problem found{'' if survey.check.values else ' in headers'}"
 
 
 def _compared(diff: DiffResult) -> str:
@@ -397,11 +397,11 @@ def _map(
 def _findings(survey: ReportContents) -> PageSection:
     words = {ERROR: "error", WARNING: "warning", INFO: "note"}
     found = []
-    for f, more in folded(survey.check.findings):
-        said = f.text + (f" and {more:,} more like it" if more else "")
-        found.append({"id": f.id, "severity": words[f.severity], "text": said, "where": f.where, "hint": f.hint})
-    asked = survey.view.checks_elements
-    told = "" if asked else "Elements were not checked; --check --values reads them, too."
+    for f, also in folded(survey.check.findings):
+        found.append(
+            {"id": f.id, "severity": words[f.severity], "text": f.text + also, "where": f.where, "hint": f.hint}
+        )
+    told = "" if survey.check.values else "Values were not checked; --check --values reads them, too."
     checked = {f"{noun}s": n for noun, n in survey.check.checked.items()}
     return _section("findings", "findings", "Findings", told, findings=found, checked=checked)
 

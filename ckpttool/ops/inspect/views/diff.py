@@ -206,18 +206,18 @@ class DiffAnswer(ResultAnswer):
         alike: dict[tuple[str, str], list[str]] = {}
         for kind, name, what in self._kinds():
             alike.setdefault((kind, what), []).append(name)
-        kinds = [(kind, plain(name), what) for (kind, what), names in alike.items() for name, _ in fold(names)]
-        yield from _largest(("difference", "name", "what"), kinds, names=1)
+        kinds = [(plain(n), f"{kind} {what}".strip()) for (kind, what), names in alike.items() for n, _ in fold(names)]
+        yield from _largest(("name", "difference"), kinds, drop=())
         changed = self.result.elements
         rows = []
         # In the order of the largest in each, which comes first.
         for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
             mine = [changed[i] for i in places]
             cosine = min([d.cosine for d in mine if d.cosine is not None], default=None)
-            what = f"{sum(d.elements for d in mine):,} of {sum(d.total for d in mine):,}"
+            what = f"{100 * sum(d.elements for d in mine) / sum(d.total for d in mine):.3g} %"
             angle = "-" if cosine is None else f"{cosine:.6f}"  # with the digits that tell it from 1
             rows.append((plain(name), number(changed[min(places)].relative, 4), angle, what))
-        yield from _largest(("changed tensor", "relative", "cosine", "elements"), rows, right=(1, 2, 3))
+        yield from _largest(("changed tensor", "relative", "cosine", "elements"), rows, ["elements"], (1, 2, 3))
         if (drift := self.result.drift) is not None:
             of = "" if drift.component == "model" else f" ({drift.component})"
             for title, found in ((f"layer{of}", drift.layers), (f"module{of}", drift.modules)):
@@ -272,12 +272,14 @@ MOST = 16
 """Rows of a table on a terminal; what has changed less is one line more."""
 
 
-def _largest(header: Sequence[str], rows: Sequence[tuple[str | BarCell, ...]], **how: Any) -> Iterator[Section]:
-    """A table of the first rows below an empty line, and how many more there are; the last column may be dropped."""
+def _largest(
+    header: Sequence[str], rows: Sequence[tuple[str | BarCell, ...]], drop: Sequence[str], right: Sequence[int] = ()
+) -> Iterator[Section]:
+    """A table of the first rows below an empty line, and how many more there are."""
     shown = rows[: MOST if len(rows) > MOST + 1 else None]
     if shown:
         yield Paragraph("")
-        yield Table(header, shown, drop=header[-1:], **how)
+        yield Table(header, shown, drop=drop, right=right)
     if len(shown) < len(rows):
         yield Paragraph(f"and {len(rows) - len(shown):,} more (--json lists all)")
 
@@ -289,7 +291,7 @@ def _drifted(title: str, found: Sequence[Drifted]) -> Iterator[Section]:
     for d in found:
         share = 1.0 if d.relative == math.inf else (d.relative or 0) / most if most else 0.0
         rows.append((plain(d.name), number(d.relative, 4), BarCell(share), f"{d.changed:,} of {d.tensors:,}"))
-    yield from _largest((title, "relative", "", "changed"), rows, right=(1, 3))
+    yield from _largest((title, "relative", "", "changed"), rows, ["changed"], (1, 3))
 
 
 def _how(result: DiffResult) -> str:
