@@ -47,13 +47,13 @@ case "${1:?}" in
     ;;
   diff)
     options=()
-    if [ "$VALUES" = true ]; then options+=(--values); fi
+    if [ "$HEADERS_ONLY" = true ]; then options+=(--headers-only); fi
     status=0
     "$tool" inspect "$SOURCE" --diff "$OTHER" "${options[@]}" >"$RUNNER_TEMP/ckpttool-diff" || status=$?
     cat "$RUNNER_TEMP/ckpttool-diff"
     summary "ckpttool: difference" "$RUNNER_TEMP/ckpttool-diff"
     case "$status" in
-      0) printf 'equal=true\n' >>"$GITHUB_OUTPUT" ;;
+      0) if grep -q '^equal: ' "$RUNNER_TEMP/ckpttool-diff"; then printf 'equal=true\n' >>"$GITHUB_OUTPUT"; fi ;;
       3)
         printf 'equal=false\n' >>"$GITHUB_OUTPUT"
         printf '::error title=ckpttool diff::the checkpoints differ; the summary of this run says how\n'

@@ -162,15 +162,15 @@ def file_of(finding: Finding) -> str:
     return _BYTES.sub("", finding.where)
 
 
-def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """The first of each kind in each file, and how many more there are; JSON has them all."""
+def folded(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
+    """The first of each kind in each file, and ``, and 3 more like it`` where there are more; JSON has them all."""
     first: dict[tuple[str, str], Finding] = {}
     more: Counter[tuple[str, str]] = Counter()
     for f in findings:
         key = (f.id, file_of(f))
         first.setdefault(key, f)
         more[key] += 1
-    return [(f, more[key] - 1) for key, f in first.items()]
+    return [(f, f", and {more[key] - 1:,} more like it" if more[key] > 1 else "") for key, f in first.items()]
 
 
 @dataclass(slots=True)
@@ -183,10 +183,15 @@ class CheckResult:
     checked: dict[str, int] = field(default_factory=dict)
     """How many files, tensors, checksums, ... were looked at, by noun."""
     notes: list[str] = field(default_factory=list)
+    values: bool = False
+    """Values of tensors were checked, too."""
+    unread: str = ""
+    """Which values were not checked, in words."""
 
     def __repr__(self) -> str:
         """``<CheckResult llama_tp8: 1 error, 0 warnings, 2 files, 39 tensors>``."""
-        parts = [(sum(f.severity == s for f in self.findings), s) for s in (ERROR, WARNING)]
+        lines = Counter(f.severity for f, _ in folded(self.findings))
+        parts = [(lines[s], s) for s in (ERROR, WARNING)]
         parts += [(n, noun) for noun, n in self.checked.items()]
         return f"<CheckResult {self.path}: " + ", ".join(count(n, w) for n, w in parts) + ">"
 
@@ -197,8 +202,9 @@ class CheckResult:
 
     @property
     def counts(self) -> str:
-        """``1 error, 2 warnings, 3 info``."""
-        errors, warnings, infos = (sum(f.severity == s for f in self.findings) for s in (ERROR, WARNING, INFO))
+        """``1 error, 2 warnings, 3 info``: as many as there are lines, see ``folded``."""
+        lines = Counter(f.severity for f, _ in folded(self.findings))
+        errors, warnings, infos = lines[ERROR], lines[WARNING], lines[INFO]
         return f"{count(errors, 'error')}, {count(warnings, 'warning')}" + (f", {infos} info" if infos else "")
 
     def add(self, id_: str, text: str, where: object = "", hint: str | None = None) -> None:

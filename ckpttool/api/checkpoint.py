@@ -265,7 +265,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         Args:
             other: the other one, opened in its own way; if a path, it is opened by what it says itself.
-            values: compare every element, not only names, dtypes and shapes.
+            values: compare every element, not only names, dtypes and shapes. Without, ``equal`` of the result is None
+                unless a difference was found.
             atol: elements are equal when ``|a - b| <= atol + rtol * |b|``; bit for bit without the two.
             rtol: see ``atol``.
             patterns: compare only tensors that match one of them.
@@ -301,7 +302,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         stats: bool = False,
         check: bool = False,
         diff: AnyPlace | None = None,
-        values: bool = False,
+        values: bool | None = None,
         patterns: Sequence[str] = (),
         progress: Progress | bool | None = None,
         on: str = "",
@@ -313,7 +314,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             stats: statistics by layer and a histogram of each tensor: reads all elements.
             check: prove the checksums of a manifest, too; what headers show is always checked.
             diff: compare with this checkpoint.
-            values: compare every element, and with ``check`` read them.
+            values: True lets ``check`` read values, too; False lets ``diff`` compare headers only.
             patterns: show only tensors that match one of them.
             progress: that of ``Plan.run``.
             on: let a cluster read the elements; as for ``Plan.run``.
@@ -327,7 +328,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         page = Path(file)
         choice = TensorChoice(several(patterns, "patterns"))
-        view = chosen(choice, on=on, stats=stats, check=check, diff=diff, values=values, html=page)
+        headers = diff is not None and values is False
+        read = {"values": bool(values), "headers_only": headers}
+        view = chosen(choice, on=on, stats=stats, check=check, diff=diff, html=page, **read)
         check_page(view)
         with watching(progress) as watch:
             found = look(view, self.path, self.options, watch, on)

@@ -223,7 +223,8 @@ def diff(
     Args:
         left: one of them.
         right: the other, opened in its own way; if a path, it is opened by what it says itself.
-        values: compare every element, not only names, dtypes and shapes.
+        values: compare every element, not only names, dtypes and shapes. Without, ``equal`` of the result is None
+            unless a difference was found.
         atol: elements are equal when ``|left - right| <= atol + rtol * |right|``; bit for bit without the two.
         rtol: see ``atol``.
         patterns: compare only tensors that match one of them.

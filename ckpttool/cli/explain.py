@@ -1,4 +1,4 @@
-"""``ckpttool explain``: what a class of errors or a finding means, without a network."""
+"""``ckpttool explain``: what a class of errors, a finding or a merge method is, without a network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ckpttool.cli.options import argument, flag
 def explain(
     *,
     name: Annotated[
-        str, argument("NAME", "A class of errors, such as layout, or a finding; all are listed without.")
+        str,
+        argument(
+            "NAME",
+            "A class of errors (layout), a finding (no-index), a merge method (slerp), or methods.",
+        ),
     ] = "",
     json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False,
 ) -> None:
-    """Explain a class of errors, or a finding of a check: what it means, and what to do."""
+    """Explain a class of errors, a finding of a check or a merge method."""
     from ckpttool.report.explained import document
     from ckpttool.report.render import show
 

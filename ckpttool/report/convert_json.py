@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Message, Paragraph, Section, Table
 from ckpttool.answers.fields import pick, shape
+from ckpttool.answers.findings import folded
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import target
@@ -128,10 +129,10 @@ def check_document(result: CheckResult, repaired: Repaired | None = None) -> Doc
     def sections() -> Iterator[Section]:
         if repaired is not None:
             yield Message(f"{plain(str(repaired.path))}: {count(repaired.count, 'attribute')} repaired")
-        for f in result.findings:
+        for f, also in folded(result.findings):
             where = f"{plain(f.where)}: " if f.where else ""
             hint = f" ({plain(f.hint)})" if f.hint else ""
-            yield Paragraph(f"{f.severity} {f.id}: {where}{plain(f.text)}{hint}", quiet=True)
+            yield Paragraph(f"{f.severity} {f.id}: {where}{plain(f.text)}{also}{hint}", quiet=True)
         yield from [Message(f"note: {plain(note)}") for note in result.notes]
         checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
         yield Paragraph(f"{plain(str(result.path))}: {result.counts}" + (f" in {checked}" if checked else ""))

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ckpttool.answers.findings import ERROR, INFO, WARNING, file_of, folded
 from ckpttool.core.words import count, one_of
 from ckpttool.errors import UsageError, plain
+from ckpttool.report.explained import explanations
 from ckpttool.report.files import refuse_others, save
 from ckpttool.report.text import write
 from ckpttool.version import __version__
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult, Finding
 
 
-def _message(finding: Finding, more: int) -> str:
-    text = plain(finding.text) + (f", and {more:,} more like it" if more else "")
+def _message(finding: Finding, also: str) -> str:
+    text = plain(finding.text) + also
     return f"{text} (hint: {plain(finding.hint)})" if finding.hint else text
 
 
@@ -69,7 +70,7 @@ def sarif(result: CheckResult) -> str:
             "ruleId": f.id,
             "ruleIndex": rules.index(f.id),
             "level": levels[f.severity],
-            "message": {"text": _message(f, more)},
+            "message": {"text": _message(f, also)},
             "locations": [
                 {
                     "physicalLocation": {
@@ -80,16 +81,18 @@ def sarif(result: CheckResult) -> str:
             ],
             "partialFingerprints": {"primaryLocationLineHash": _fingerprint(f, result)},
         }
-        for f, more in found
+        for f, also in found
     ]
-    severity = {f.id: f.severity for f, _ in found}
+    severity, site = {f.id: f.severity for f, _ in found}, _documentation()
     driver = {
         "name": "ckpttool",
         "semanticVersion": __version__,
+        **({"informationUri": site} if site else {}),
         "rules": [
             {
                 "id": id_,
                 "shortDescription": {"text": id_.replace("-", " ")},
+                **_help(id_, site),
                 "defaultConfiguration": {"level": levels[severity[id_]]},
             }
             for id_ in rules
@@ -109,6 +112,31 @@ def sarif(result: CheckResult) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
+def _help(id_: str, site: str) -> dict[str, Any]:
+    """What ``ckpttool explain`` says of a finding, and the page of the documentation that says it."""
+    where, said = next(iter(explanations(id_).items()))
+    meaning, remedy = said["meaning"], said.get("what to do", "")
+    plain_text = f"{meaning}. What to do: {remedy}." if remedy else f"{meaning}."
+    markdown = f"{meaning}.\n\n**What to do:** {remedy}." if remedy else f"{meaning}."
+    page = where.removeprefix("docs/").removesuffix(".md")
+    return {
+        "fullDescription": {"text": meaning},
+        "help": {"text": plain_text, "markdown": markdown},
+        **({"helpUri": f"{site}/{page}.html"} if site else {}),
+    }
+
+
+def _documentation() -> str:
+    """The address of the documentation, as the installed package states it; "" for none."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        urls = metadata("ckpttool").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    return next((u.partition(", ")[2].rstrip("/") for u in urls if u.startswith("Documentation, ")), "")
+
+
 def junit(result: CheckResult) -> str:
     """JUnit's XML as Jenkins, GitLab and GitHub's actions read it: a failed test for each error.
 
@@ -121,10 +149,10 @@ def junit(result: CheckResult) -> str:
     cases = []
     for noun, number in result.checked.items():
         cases.append(f'    <testcase classname={suite} name="{escape(count(number, noun, f"{noun}s"))} checked"/>')
-    for f, more in found:
+    for f, also in found:
         file = _xml(_file(f, result))
         name = quoteattr(f"{f.id}: {file}")
-        said = _xml(_message(f, more))
+        said = _xml(_message(f, also))
         if f.severity == ERROR:
             inside = f"<failure type={quoteattr(f.id)} message={quoteattr(said)}>{escape(said)}</failure>"
         else:
@@ -153,13 +181,13 @@ def gitlab(result: CheckResult) -> str:
     severity = {ERROR: "critical", WARNING: "minor", INFO: "info"}
     entries = [
         {
-            "description": _message(f, more),
+            "description": _message(f, also),
             "check_name": f"ckpttool/{f.id}",
             "fingerprint": _fingerprint(f, result),
             "severity": severity[f.severity],
             "location": {"path": plain(_file(f, result)), "lines": {"begin": 1}},
         }
-        for f, more in folded(result.findings)
+        for f, also in folded(result.findings)
     ]
     return json.dumps(entries, indent=2) + "\n"
 
@@ -171,10 +199,10 @@ def github(result: CheckResult) -> str:
     """
     levels = {ERROR: "error", WARNING: "warning", INFO: "notice"}
     lines = []
-    for f, more in folded(result.findings):
+    for f, also in folded(result.findings):
         properties = {"file": _file(f, result), "title": f"ckpttool {f.id}"}
         said = ",".join(f"{key}={_property(text)}" for key, text in properties.items())
-        lines.append(f"::{levels[f.severity]} {said}::{_data(_message(f, more))}\n")
+        lines.append(f"::{levels[f.severity]} {said}::{_data(_message(f, also))}\n")
     return "".join(lines)
 
 

@@ -94,13 +94,17 @@ def _what(survey: ReportContents) -> str:
 
 
 def _verdict(survey: ReportContents) -> str:
-    errors, warnings = (sum(f.severity == s for f in survey.check.findings) for s in (ERROR, WARNING))
-    return ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n) or "no problem found"
+    errors, warnings = (sum(f.severity == s for f, _ in folded(survey.check.findings)) for s in (ERROR, WARNING))
+    found = ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n)
+    return found or f"no problem found{'' if survey.check.values else ' in headers'}"
 
 
 def _compared(diff: DiffResult) -> str:
     if diff.ok:
-        return "equal" if diff.values else "equal names, dtypes and shapes"
+        if not diff.values:
+            return "same names, dtypes and shapes; values not compared"
+        near = "" if diff.tolerance is None else " within the tolerance"
+        return f"equal{near}" if diff.equal else f"no difference; {', '.join(diff.components_failed)} not compared"
     alone = [
         f", {len(names):,} only {side}"
         for names, side in ((diff.only_left, "here"), (diff.only_right, "there"))
@@ -393,11 +397,11 @@ def _map(
 def _findings(survey: ReportContents) -> PageSection:
     words = {ERROR: "error", WARNING: "warning", INFO: "note"}
     found = []
-    for f, more in folded(survey.check.findings):
-        said = f.text + (f" and {more:,} more like it" if more else "")
-        found.append({"id": f.id, "severity": words[f.severity], "text": said, "where": f.where, "hint": f.hint})
-    asked = survey.view.checks_elements
-    told = "" if asked else "Elements were not checked; --check --values reads them, too."
+    for f, also in folded(survey.check.findings):
+        found.append(
+            {"id": f.id, "severity": words[f.severity], "text": f.text + also, "where": f.where, "hint": f.hint}
+        )
+    told = "" if survey.check.values else "Values were not checked; --check --values reads them, too."
     checked = {f"{noun}s": n for noun, n in survey.check.checked.items()}
     return _section("findings", "findings", "Findings", told, findings=found, checked=checked)
 
@@ -418,8 +422,9 @@ def _changes(diff: DiffResult) -> Iterator[PageSection]:
         titles = [("Tensor", "code"), ("Change", "number"), ("Cosine", "number"), ("Largest difference", "number")]
         yield _table("changes", "Largest changes", [*titles, ("Elements changed", "share")], changed)
     if not rows and not diff.elements:
-        how = "every element" if diff.values else "names, dtypes and shapes; --values compares the elements, too"
-        yield _table("changes", "Largest changes", [("Compared", "text"), ("Answer", "text")], [[how, "equal"]])
+        how = "names, dtypes, shapes and values" if diff.values else "names, dtypes and shapes; values not compared"
+        titles = [("Compared", "text"), ("Answer", "text")]
+        yield _table("changes", "Largest changes", titles, [[how, _compared(diff)]])
 
 
 def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> PageSection:

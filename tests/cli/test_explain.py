@@ -13,6 +13,7 @@ from ckpttool import errors
 from ckpttool.answers.findings import CHECKPOINT, SEVERITY
 from ckpttool.cli import failure
 from ckpttool.errors import CkptError, LayoutError
+from ckpttool.kernels.merge import METHODS
 from ckpttool.report.explained import CLASSES, PAGES, explain, page, plain_text
 from tests.helpers.command import ckpttool
 
@@ -50,10 +51,43 @@ def test_a_finding() -> None:
     ]
 
 
+def test_every_merge_method_is_explained() -> None:
+    rows = [line.split("|")[1].strip(" `") for line in page("methods").splitlines() if line.startswith("| `")]
+    assert rows == list(METHODS)
+    listed = ckpttool("explain", "methods").out.splitlines()
+    assert [line.split(":")[0].strip() for line in listed[1:]] == rows
+
+
+@pytest.mark.parametrize("name", ["slerp", "ties", "nuslerp", "model_stock"])
+def test_a_merge_method(name: str) -> None:
+    """What --list-methods says of it, each parameter with its meaning, and when to use it."""
+    done = ckpttool("explain", name)
+    assert done.out.startswith(f"{name}: a merge method\n  use it for: ")
+    (method,) = [
+        m for m in json.loads(ckpttool("merge", "--list-methods", "--json").out)["methods"] if m["name"] == name
+    ]
+    assert method["formula"] in done.out
+    said = {line.split(":")[0].strip(): line for line in done.out.splitlines()[1:]}
+    for parameter in method["parameters"]:
+        line = said[parameter["name"]]
+        default = parameter["default"]
+        assert ("must be given" if default is None else f"default {str(default).lower()}") in line
+        assert line.endswith(parameter["help"])
+        assert (", for each model" in line) is parameter["per_model"]
+
+
+def test_explanations_fit_a_terminal() -> None:
+    for name in ("methods", "ties", "truncated"):
+        text = explain(name, 80)
+        assert max(map(len, text.splitlines())) <= 80
+        assert text.split() == explain(name).split()
+
+
 def test_names_of_nothing() -> None:
     done = ckpttool("explain", "shard-mising")
     assert done.code == 2
-    assert "did you mean shard-missing?" in done.err
+    assert "did you mean shard-missing, " in done.err
+    assert "did you mean slerp or " in ckpttool("explain", "slep").err
     assert "shard-missing" in ckpttool("explain").out
     found = json.loads(ckpttool("explain", "layout", "--json").out)
     assert found == {"schema": "ckpttool.explain/1", "name": "layout", "text": plain_text(page("layout"))}

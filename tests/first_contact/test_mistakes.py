@@ -454,9 +454,10 @@ def test_names_of_the_hub_beside_a_directory_like_them() -> None:
     assert "hf://" not in mistake("inspect llama/other", 2)
 
 
-def test_equal_says_that_values_were_not_compared() -> None:
-    """Two steps of a run have the same names: that they are equal in that is not what one wants to know."""
-    assert run("inspect {ONE} --diff {TWO}").out.endswith("; values not compared (--values)\n")
+def test_two_steps_of_a_run_differ() -> None:
+    """They have the same names: that they are equal in that is not what one wants to know."""
+    assert run("inspect {ONE} --diff {TWO}").code == 3
+    assert run("inspect {ONE} --diff {TWO} --headers-only").out.endswith("; values not compared\n")
 
 
 def test_what_cannot_be_cut_does_not_fit() -> None:

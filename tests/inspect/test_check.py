@@ -38,6 +38,7 @@ from tests.inspect.models import (
     save_json,
     save_shards,
 )
+from tests.inspect.test_widths import on_terminal
 
 Break = Callable[[Path], object]
 NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
@@ -655,7 +656,25 @@ def test_says_what_was_checked(tmp_path: Path) -> None:
     done = ckpttool("inspect", tmp_path / "model", "--check")
     files = len(list((tmp_path / "model").glob("*.safetensors")))
     assert done.code == 0
-    assert done.out.splitlines()[-1] == f"checked {files} files, 21 tensors, 21 checksums"
+    said = f"checked {files} files, 21 tensors, 21 checksums"
+    assert done.out.splitlines()[-1] == f"{said}; values not checked (--values)"
+    done = ckpttool("inspect", tmp_path / "model", "--check", "--values")
+    assert "not checked" not in done.out
+    asked = [["--check"], ["--check", "--values"]]
+    told = [json.loads(ckpttool("inspect", tmp_path / "model", *a, "--json").out)["values"] for a in asked]
+    assert told == [False, True]
+
+
+def test_findings_fit_a_terminal_between_words(tmp_path: Path) -> None:
+    """No line is cut by the terminal, which would cut a number in two."""
+    shards(tmp_path)
+    path = tmp_path / SECOND
+    path.write_bytes(path.read_bytes()[: len(header_text(path)) + 8 + 40])
+    next(tmp_path.glob("*.index.json")).unlink()
+    for columns in (60, 80, 120):
+        lines = on_terminal("inspect", tmp_path, "--check", columns=columns)
+        assert [line for line in lines if len(line) > columns and " " in line[6:]] == []
+        assert any(line.startswith("  hint: ") for line in lines)
 
 
 def test_text_names_severity_place_and_identifier(tmp_path: Path) -> None:
@@ -714,9 +733,11 @@ def test_a_broken_file_is_one_line_and_json_has_everything(tmp_path: Path) -> No
     assert len(found) > 5
     lines = ckpttool("inspect", tmp_path, "--check").out.splitlines()
     assert [line for line in lines if line.startswith("error")] == [
-        f"error: {found[0]['text']} [truncated] and {len(found) - 1} more like it"
+        f"error: {found[0]['text']}, and {len(found) - 1} more like it [truncated]"
     ]
-    assert f"{len(found)} errors" in lines[-2]
+    assert "1 error," in lines[-2]
+    lines = ckpttool("convert-json", tmp_path, "--index", "--check").out.splitlines()
+    assert len([line for line in lines if line.startswith("error truncated: ")]) == 1
 
 
 def test_a_file_that_git_lfs_has_not_fetched_comes_with_the_command(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ckpttool as ckpttool_api
+from ckpttool.errors import LayoutError
 from tests.helpers.command import ckpttool, reshard
 from tests.helpers.tensorfile import Raw, Tensors, origin, save_hf
 from tests.inspect.models import CONFIG, edit_json, flip, llama, place
@@ -22,7 +24,8 @@ def diff(left: Path, right: Path, *options: object) -> tuple[int, dict[str, Any]
     done = ckpttool("inspect", left, "--diff", right, "--json", *options)
     answer: dict[str, Any] = json.loads(done.out)
     assert answer["schema"] == "ckpttool.inspect/1"
-    assert answer["equal"] == (done.code == 0)
+    known = answer["values"] and not answer["failed_components"]
+    assert answer["equal"] is ((True if known else None) if done.code == 0 else False)
     return done.code, answer
 
 
@@ -52,7 +55,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("left", ["hf", "tp2", "tp4pp2", "fused", "vllm"])
 @pytest.mark.parametrize("right", ["hf", "tp2", "fused", "vllm"])
 def test_all_forms_of_a_model_are_equal(forms: dict[str, Path], left: str, right: str) -> None:
-    code, answer = diff(forms[left], forms[right], "--values")
+    code, answer = diff(forms[left], forms[right])
     assert (code, told(answer)) == (0, set())
     assert answer["values"] is True
     if {left, right} & {"hf", "tp2", "tp4pp2"}:
@@ -64,19 +67,19 @@ def test_a_real_tp8_checkpoint_equals_its_tp2_and_whole_forms(tmp_path: Path) ->
     reshard(source, tmp_path / "tp2", "--tp-out", 2)
     reshard(source, tmp_path / "hf", "--to", "hf")
     for left, right in ((source, tmp_path / "tp2"), (tmp_path / "tp2", tmp_path / "hf"), (tmp_path / "hf", source)):
-        code, answer = diff(left, right, "--values")
+        code, answer = diff(left, right)
         assert (code, told(answer)) == (0, set())
 
 
 def test_files_of_another_program_without_config_are_equal() -> None:
     """DeepSeek's own converter, its own names, no config.json; it leaves out the prediction layer."""
     published, native = FIXTURES / "deepseek_v3", FIXTURES / "deepseek_v3_mp2"
-    code, answer = diff(published, native, "--values")
+    code, answer = diff(published, native)
     assert code == 3
     assert {k for k, _ in told(answer)} == {"only_left"}
     assert all(".61." in n for _, n in told(answer))
-    assert diff(native, published, "--values")[1]["only_right"] == answer["only_left"]
-    assert diff(published, native, "--values", "--filter", "re:^(?!.*[.]61[.])")[0] == 0
+    assert diff(native, published)[1]["only_right"] == answer["only_left"]
+    assert diff(published, native, "--filter", "re:^(?!.*[.]61[.])")[0] == 0
 
 
 @pytest.mark.parametrize("form", ["hf", "tp2", "vllm"])
@@ -85,8 +88,8 @@ def test_one_wrong_bit_is_found(forms: dict[str, Path], form: str, tmp_path: Pat
     q = "model.layers.1.self_attn.q_proj.weight"
     model[q].bits[9, 5] ^= np.uint16(1)
     other = save_hf(tmp_path / "other", model, CONFIG)
-    assert diff(forms[form], other)[0] == 0  # names, dtypes and shapes only
-    code, answer = diff(forms[form], other, "--values")
+    assert diff(forms[form], other, "--headers-only")[0] == 0
+    code, answer = diff(forms[form], other)
     assert code == 3
     if form != "vllm":
         assert told(answer) == {("elements", q)}
@@ -103,7 +106,7 @@ def test_tells_kinds_of_difference_apart(tmp_path: Path) -> None:
     model[HEAD] = origin(51, "F16", (32, 16))
     model[EMBED] = origin(52, "BF16", (16, 32))
     right = save_hf(tmp_path / "right", model, CONFIG)
-    code, answer = diff(left, right, "--values")
+    code, answer = diff(left, right)
     assert code == 3
     expected = {("only_left", NORM), ("only_right", "extra.weight"), ("dtypes", HEAD), ("shapes", EMBED)}
     assert told(answer) == expected
@@ -117,7 +120,7 @@ def floats(values: list[float], dtype: str = "F32") -> Raw:
     return Raw(dtype, data.view(np.uint32) if dtype == "F32" else (data.view(np.uint32) >> 16).astype(np.uint16))
 
 
-@pytest.mark.parametrize("options", [["--values"], ["--atol", 0.1]])
+@pytest.mark.parametrize("options", [[], ["--atol", 0.1]])
 def test_a_number_alone_and_whole_numbers_are_compared(tmp_path: Path, options: list[object]) -> None:
     def made(root: str, scale: float, step: int) -> Path:
         alone = Raw("F32", np.asarray(scale, np.float32).view(np.uint32))
@@ -137,7 +140,7 @@ def test_a_number_alone_and_whole_numbers_are_compared(tmp_path: Path, options: 
 def test_tolerance(tmp_path: Path) -> None:
     left = save_hf(tmp_path / "left", {"a": floats([1, 2, 3, np.nan, np.inf])})
     right = save_hf(tmp_path / "right", {"a": floats([1.001, 2, 3.3, np.nan, np.inf])})
-    code, answer = diff(left, right, "--values")
+    code, answer = diff(left, right)
     assert code == 3
     assert answer["elements"][0]["different"] == 2
     assert answer["elements"][0]["max_abs"] == pytest.approx(0.3, rel=1e-3)
@@ -162,7 +165,7 @@ def test_a_tolerance_forgives_the_dtype_and_nothing_else(tmp_path: Path) -> None
 def test_zero_and_minus_zero_differ_bit_for_bit_only(tmp_path: Path) -> None:
     left = save_hf(tmp_path / "left", {"a": floats([0.0, 1])})
     right = save_hf(tmp_path / "right", {"a": floats([-0.0, 1])})
-    assert diff(left, right, "--values")[0] == 3
+    assert diff(left, right)[0] == 3
     assert diff(left, right, "--atol", 0)[0] == 0
 
 
@@ -171,13 +174,13 @@ def test_tied_embeddings_are_equal_stored_once_or_twice(tmp_path: Path) -> None:
     model = llama()
     once = save_hf(tmp_path / "once", {n: t for n, t in model.items() if n != HEAD}, config)
     twice = save_hf(tmp_path / "twice", {**model, HEAD: model[EMBED]}, config)
-    assert diff(once, twice, "--values")[0] == 0
-    assert diff(twice, once, "--values")[0] == 0
-    assert diff(once, once, "--values")[0] == 0
-    flip(twice / "model.safetensors", place(twice / "model.safetensors", HEAD)[0])
-    assert told(diff(once, twice, "--values")[1]) == {("elements", HEAD)}
-    edit_json(twice / "config.json", lambda c: c.update(tie_word_embeddings=False))
     assert diff(once, twice)[0] == 0
+    assert diff(twice, once)[0] == 0
+    assert diff(once, once)[0] == 0
+    flip(twice / "model.safetensors", place(twice / "model.safetensors", HEAD)[0])
+    assert told(diff(once, twice)[1]) == {("elements", HEAD)}
+    edit_json(twice / "config.json", lambda c: c.update(tie_word_embeddings=False))
+    assert diff(once, twice, "--headers-only")[0] == 0
 
 
 def test_packed_elements_are_compared_as_bytes(tmp_path: Path) -> None:
@@ -188,18 +191,27 @@ def test_packed_elements_are_compared_as_bytes(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [4]', b'"F4", "shape": [8]'))
         return folder
 
-    assert diff(packed(4), packed(4), "--values")[0] == 0
-    assert told(diff(packed(4), packed(5), "--values")[1]) == {("elements", "a")}
+    assert diff(packed(4), packed(4))[0] == 0
+    assert told(diff(packed(4), packed(5))[1]) == {("elements", "a")}
 
 
 def test_text(forms: dict[str, Path], tmp_path: Path) -> None:
-    done = ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--values")
-    assert (done.code, done.out) == (0, "equal: 21 tensors by names, dtypes, shapes and every element\n")
+    done = ckpttool("inspect", forms["hf"], "--diff", forms["tp2"])
+    assert (done.code, done.out) == (0, "equal: 21 tensors (names, dtypes, shapes, values compared)\n")
+    assert ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--values").out == done.out
+    near = ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--atol", 0.5, "--rtol", 1e-3)
+    said = "equal: 21 tensors (names and shapes compared, values within 0.5 + 0.001 * |OTHER|)\n"
+    assert (near.code, near.out) == (0, said)
     other = save_hf(tmp_path / "other", {n: t for n, t in llama().items() if n != NORM}, CONFIG)
     done = ckpttool("inspect", forms["hf"], "--diff", other)
     assert done.code == 3
-    assert done.out.splitlines() == ["difference\tname\twhat", f"only in SRC\t{NORM}\t"]
-    assert done.err == "different: 0 of 20 tensors changed, 1 only in SRC (names, dtypes, shapes compared)\n"
+    columns = "difference\tname\twhat"
+    assert done.out.splitlines() == [f"{columns}\trelative\tcosine", f"only in SRC\t{NORM}\t\t\t"]
+    changed = "different: 0 of 20 tensors changed, 1 only in SRC (names, dtypes, shapes{} compared{})\n"
+    assert done.err == changed.format(", values", "")
+    done = ckpttool("inspect", forms["hf"], "--diff", other, "--headers-only")
+    assert (done.code, done.err) == (3, changed.format("", "; values not compared"))
+    assert done.out.splitlines() == [columns, f"only in SRC\t{NORM}\t"]
 
 
 def noisy(tensors: Tensors, names: dict[str, float]) -> Tensors:
@@ -227,7 +239,7 @@ def test_how_far_tensors_are_apart(block: int, tmp_path: Path, monkeypatch: pyte
     one = {n: Raw("BF16", (t.bits & 0x807F) | 0x3E80) for n, t in llama().items()}
     two = noisy(one, {UP.format(0): 1.5, UP.format(1): 4.0, EMBED: 2.0})
     left, right = save_hf(tmp_path / "one", one, CONFIG), save_hf(tmp_path / "two", two, CONFIG)
-    code, answer = diff(left, right, "--values")
+    code, answer = diff(left, right)
     assert (code, answer["changed"], answer["compared"]) == (3, 3, 21)
     assert [e["name"] for e in answer["elements"]] == [UP.format(1), EMBED, UP.format(0)]
     for e in answer["elements"]:
@@ -235,14 +247,15 @@ def test_how_far_tensors_are_apart(block: int, tmp_path: Path, monkeypatch: pyte
         assert e["relative"] == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-12)
         assert e["cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-12)
         assert e["different"] == int((a != b).sum())
-    done = ckpttool("inspect", left, "--diff", right, "--values")
+    done = ckpttool("inspect", left, "--diff", right)
     assert done.err == "different: 3 of 21 tensors changed (names, dtypes, shapes, values compared)\n"
     rows = [line.split("\t") for line in done.out.splitlines()]
     assert rows[0] == ["difference", "name", "what", "relative", "cosine"]
     assert [float(r[3]) for r in rows[1:]] == pytest.approx([e["relative"] for e in answer["elements"]], rel=1e-8)
-    shown = on_terminal("inspect", left, "--diff", right, "--values")
-    table = shown[: shown.index("")]  # by layer and by module: test_drift
-    assert [line.split()[1:3] for line in table[1:]] == [[UP.format("{0..1}"), "2"], [EMBED, "1"]]
+    shown = on_terminal("inspect", left, "--diff", right)
+    assert shown[:2] == [done.err.removesuffix("\n"), ""]
+    table = shown[2 : shown.index("", 2)]  # by layer and by module: test_drift
+    assert [line.split()[0] for line in table] == ["changed", UP.format("{0..1}"), EMBED]
     assert max(map(len, shown)) <= 80
 
 
@@ -251,7 +264,7 @@ def test_what_is_not_a_number_comes_first(tmp_path: Path) -> None:
     two[NORM] = Raw("BF16", np.full(16, 0x7FC0, np.uint16))
     two[HEAD] = Raw("BF16", np.zeros_like(one[HEAD].bits))
     left, right = save_hf(tmp_path / "one", one, CONFIG), save_hf(tmp_path / "two", two, CONFIG)
-    found = {e["name"]: (e["relative"], e["cosine"]) for e in diff(left, right, "--values")[1]["elements"]}
+    found = {e["name"]: (e["relative"], e["cosine"]) for e in diff(left, right)[1]["elements"]}
     assert {n: found[n] for n in (NORM, HEAD)} == {NORM: ("nan", "nan"), HEAD: ("inf", None)}
     assert list(found)[2] == EMBED
 
@@ -260,3 +273,55 @@ def test_a_missing_other_is_a_usage_error(forms: dict[str, Path], tmp_path: Path
     done = ckpttool("inspect", forms["hf"], "--diff", tmp_path / "gone")
     assert done.code == 2
     assert "does not exist" in done.err
+
+
+def test_headers_say_nothing_of_values(forms: dict[str, Path], tmp_path: Path) -> None:
+    """Models of equal headers and different values: nobody who has not read the values says that they are equal."""
+    other = save_hf(tmp_path / "other", noisy(llama(), {EMBED: 2.0}), CONFIG)
+    done = ckpttool("inspect", forms["hf"], "--diff", other)
+    assert (done.code, done.err.startswith("different: 1 of 21 ")) == (3, True)
+    done = ckpttool("inspect", forms["hf"], "--diff", other, "--headers-only")
+    assert (done.code, done.out) == (0, "same names, dtypes and shapes in 21 tensors; values not compared\n")
+    code, answer = diff(forms["hf"], other, "--headers-only")
+    assert (code, answer["equal"], answer["values"], "drift" in answer) == (0, None, False, False)
+    library = ckpttool_api.open(forms["hf"])
+    assert [library.diff(other, values=v).equal for v in (True, False)] == [False, None]
+    assert library.diff(forms["tp2"]).equal is True
+    assert "same headers, 21 tensors compared" in repr(library.diff(other, values=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--headers-only"], "--atol, --rtol and --headers-only belong to --diff"),
+        (["--diff", "x", "--headers-only", "--values"], "--headers-only and --values contradict each other"),
+        (["--diff", "x", "--headers-only", "--atol", "1"], "--headers-only compares no values"),
+        (["--values"], "--values belongs to --check"),
+    ],
+)
+def test_options_that_contradict_each_other(options: list[str], said: str) -> None:
+    done = ckpttool("inspect", FIXTURES / "llama_tp8", *options)
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(("left", "right", "equal"), [("fused", "apart", None), ("fused", "fused", True)])
+def test_components_that_cannot_be_compared_are_not_equal(
+    left: str, right: str, equal: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model is equal; nothing is known of an optimizer whose names cannot be brought to the other side's."""
+    roots = {"fused": FIXTURES / "paddle_unified" / "nlp_llamafused_bf16_tp2", "apart": tmp_path / "apart"}
+    reshard(roots["fused"], roots["apart"], "--unfuse", "--quiet")
+
+    def refuse(*_: object) -> None:
+        raise LayoutError("no names for it")
+
+    monkeypatch.setattr("ckpttool.ops.inspect.diff.propagate_to_component", refuse)
+    code, answer = diff(roots[left], roots[right])
+    assert (code, answer["equal"]) == (0, equal)
+    assert bool(answer["failed_components"]) is (equal is None)
+    if equal is None:
+        done = ckpttool("inspect", roots[left], "--diff", roots[right])
+        assert done.out.startswith("no difference: ")
+        assert "not compared: " in done.out
+        done = ckpttool("inspect", roots[left], "--diff", roots[right], "--only", "optimizer")
+        assert (done.code, "nothing can be compared" in done.err) == (1, True)

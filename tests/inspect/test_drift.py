@@ -19,7 +19,7 @@ from tests.inspect.test_widths import on_terminal
 
 
 def found(left: Path, right: Path, *options: object) -> Any:
-    return json.loads(ckpttool("inspect", left, "--diff", right, "--values", "--json", *options).out)["drift"]
+    return json.loads(ckpttool("inspect", left, "--diff", right, "--json", *options).out)["drift"]
 
 
 def expected(one: Tensors, two: Tensors, part: str) -> float:
@@ -69,25 +69,25 @@ def test_what_is_within_a_tolerance_has_its_small_difference(pair: tuple[Tensors
 
 def test_nothing_is_told_where_nothing_differs(pair: tuple[Tensors, Tensors, Path, Path]) -> None:
     assert found(pair[2], pair[2]) is None
-    assert "drift" not in json.loads(ckpttool("inspect", pair[2], "--diff", pair[3], "--json").out)
+    assert "drift" not in json.loads(ckpttool("inspect", pair[2], "--diff", pair[3], "--headers-only", "--json").out)
 
 
 def test_what_is_equal_is_read_once(pair: tuple[Tensors, Tensors, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two equal checkpoints are not read for norms that nobody asks for."""
     monkeypatch.setattr("ckpttool.ops.inspect.diff._DistanceWork", None)
-    assert ckpttool("inspect", pair[2], "--diff", pair[2], "--values").code == 0
+    assert ckpttool("inspect", pair[2], "--diff", pair[2]).code == 0
 
 
 def test_on_a_terminal_bars_come_last(pair: tuple[Tensors, Tensors, Path, Path]) -> None:
     for columns in (60, 80, 120):
-        shown = on_terminal("inspect", pair[2], "--diff", pair[3], "--values", columns=columns)
+        shown = on_terminal("inspect", pair[2], "--diff", pair[3], columns=columns)
         assert max(map(len, shown)) <= columns
         at = shown.index(next(line for line in shown if line.startswith("layer ")))
         name, relative, bar, *_ = shown[at + 1].split()
         assert (name, bar) == ("model.layers.1", "#" * 16)
         assert float(relative) == pytest.approx(expected(pair[0], pair[1], "model.layers.1."), rel=1e-3)
         assert any(line.startswith("module ") for line in shown[at:])
-    piped = ckpttool("inspect", pair[2], "--diff", pair[3], "--values").out
+    piped = ckpttool("inspect", pair[2], "--diff", pair[3]).out
     assert not any(line.startswith(("layer", "module")) for line in piped.splitlines())
 
 

@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 def on_terminal(*arguments: object, columns: int = 80) -> list[str]:
     out = Terminal()
     with (
-        patch.dict("os.environ", {"COLUMNS": str(columns)}),
+        patch.dict("os.environ", {"COLUMNS": str(columns), "NO_COLOR": "1"}),
         patch.object(sys, "argv", ["ckpttool", *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import ckpttool
+from tests.inspect.models import flip, place
 from tests.peers.actions import Runner
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +84,22 @@ def test_findings_are_annotated_and_fail_the_job(runner: Runner) -> None:
     assert not (runner.workspace / "converted").exists()
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_two_checkpoints_are_compared(runner: Runner, *, equal: bool) -> None:
+@pytest.mark.parametrize(
+    ("change", "headers_only", "equal"),
+    [("", "false", "true"), ("value", "false", "false"), ("value", "true", ""), ("tensor", "true", "false")],
+)
+def test_two_checkpoints_are_compared(runner: Runner, change: str, headers_only: str, equal: str) -> None:
+    """Equal is what was read; models whose headers agree are neither equal nor different."""
     other = runner.workspace / "other"
-    assert ckpttool("reshard", TP8, other, "--tp-out", 2, *([] if equal else ["--remove-keys", "lm_head.*"])).code == 0
-    job = runner.run(inputs(runner, diff="other", check="false"))
-    assert job.failed == ("" if equal else "Compare with the other checkpoint"), job.log
-    assert ("::error title=ckpttool diff::" in job.log) is not equal
+    removed = ["--remove-keys", "lm_head.*"] if change == "tensor" else []
+    assert ckpttool("reshard", TP8, other, "--tp-out", 2, *removed).code == 0
+    if change == "value":
+        file = min(other.glob("*.safetensors"))
+        flip(file, place(file, "model.layers.0.self_attn.q_proj.weight")[0])
+    job = runner.run({**inputs(runner, diff="other", check="false"), "headers-only": headers_only})
+    assert equal == "false" or job.outputs["equal"] == equal, job.log
+    assert job.failed == ("Compare with the other checkpoint" if equal == "false" else ""), job.log
+    assert ("::error title=ckpttool diff::" in job.log) is (equal == "false")
 
 
 def test_texts_of_a_pull_request_are_no_commands(runner: Runner) -> None:

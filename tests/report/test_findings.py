@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from email.message import Message
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.answers.findings import CHECKPOINT, CheckResult, Finding
+from ckpttool.answers.findings import CHECKPOINT, SEVERITY, CheckResult, Finding
 from ckpttool.cli import choices
 from ckpttool.errors import OutputError, UsageError
+from ckpttool.report.explained import CLASSES, explain
 from ckpttool.report.findings import KINDS, github, gitlab, junit, parsed, sarif, write_findings
 from tests.helpers.command import Done, ckpttool
 
@@ -50,6 +52,26 @@ def test_sarif_says_where_and_how_bad() -> None:
     assert first["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "model/x.safetensors"
     for r in run["results"]:
         assert run["tool"]["driver"]["rules"][r["ruleIndex"]]["id"] == r["ruleId"]
+
+
+def test_sarif_explains_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``ckpttool explain`` does, with a link where the package says where its documentation is."""
+    every = result(*[Finding(id_, "text") for id_ in SEVERITY])
+    driver = json.loads(sarif(every))["runs"][0]["tool"]["driver"]
+    assert [r["id"] for r in driver["rules"]] == list(SEVERITY)
+    for rule in driver["rules"]:
+        assert rule["fullDescription"]["text"] in explain(rule["id"]) or rule["id"] in CLASSES
+        assert rule["help"]["text"].startswith(rule["fullDescription"]["text"])
+        assert "](" not in rule["help"]["markdown"]
+        assert "helpUri" not in rule
+    said = Message()
+    said["Project-URL"] = "Documentation, https://example.org/docs/"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda _: said)
+    driver = json.loads(sarif(every))["runs"][0]["tool"]["driver"]
+    uris = {r["id"]: r["helpUri"] for r in driver["rules"]}
+    assert driver["informationUri"] == "https://example.org/docs"
+    assert uris["truncated"] == "https://example.org/docs/inspect/findings.html"
+    assert uris["params-count"] == "https://example.org/docs/convert-json/findings.html"
 
 
 def test_a_fingerprint_is_of_the_problem_alone() -> None:

@@ -85,7 +85,7 @@ CASES = {
     "inspect-check": f"inspect {RANKS} --check",
     "inspect-check-broken": "inspect made/broken --check",
     "inspect-check-quiet": "inspect made/broken --check -q",
-    "inspect-diff": f"inspect {TINY} --diff {RANKS}",
+    "inspect-diff": f"inspect {TINY} --diff {RANKS} --headers-only",
     "inspect-diff-equal": f"inspect {TINY} --diff fixtures/vllm_sharded_tp2",
     "inspect-diff-values": f"inspect {BASE} --diff {MODELS[0]} --values",
     "inspect-diff-quiet": f"inspect {BASE} --diff {MODELS[0]} --values -q",

@@ -87,7 +87,8 @@ def check(
     if isinstance(chosen, ChecksItself):
         try:
             checked = chosen.check(listing)
-            return CheckResult(path, chosen.name, [Finding(*f) for f in checked.found], checked.counts)
+            found = [Finding(*f) for f in checked.found]
+            return CheckResult(path, chosen.name, found, checked.counts, unread="values not checked")
         except CkptError:
             pass  # reported as for any other source
     result = CheckResult(path)
@@ -129,12 +130,15 @@ def check(
         from ckpttool.targeting.mixed import doubts  # reads steps, which needs numpy
 
         result.findings += [Finding(*doubt) for doubt in doubts(checkpoint.catalog)]
+    result.unread = "values not checked" + ("" if values else " (--values)")
     if values and checkpoint is not None:
         from ckpttool.ops.inspect.values_check import value_findings  # reads tensor data, which needs numpy
 
         check_components(only, checkpoint.components, path)
         for finding in value_findings(checkpoint, result.checked, progress, only, fleet):
             result.findings.append(Finding(*finding))
+        left = [c for c in checkpoint.components if only and c not in only]
+        result.values, result.unread = True, f"values of {', '.join(left)} not checked" if left else ""
     return result
 
 
@@ -150,6 +154,7 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
     for part in parts.chosen:
         one = check(part.place, parts.options(part), progress, **how)
         result.findings += one.findings
+        result.unread = one.unread or result.unread
         for noun, number in one.checked.items():
             result.checked[noun] = result.checked.get(noun, 0) + number
     listing, seen = list_source(path), CheckResult(path)  # what is wrong with a file is among the findings already
@@ -157,6 +162,7 @@ def _check_parts(path: Place, options: OpenOptions, progress: Progress, **how: A
     files = [_examine(name, at, i, seen, proven=True) for i, (name, at) in enumerate(named)]
     _check_manifest(listing, files, result, progress, set(), how["fleet"], sums=how["sums"])
     result.findings = list(dict.fromkeys(result.findings))
+    result.values = not result.unread
     return result
 
 

@@ -19,6 +19,7 @@ from ckpttool.core.catalog import Catalog, Key, in_order
 from ckpttool.core.dtypes import itemsize, lookup
 from ckpttool.core.files import AnyPlace, DataFile, Place
 from ckpttool.core.geometry import Box
+from ckpttool.core.words import count
 from ckpttool.errors import CkptError, LayoutError, UnsupportedError, UsageError
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import BLOCK, Difference, catalog_of, read_view, view_reads
@@ -111,6 +112,8 @@ class DiffResult:
     components_left: list[str] = field(default_factory=list)
     """Components that only the left side has; they are not compared."""
     components_right: list[str] = field(default_factory=list)
+    components_failed: list[str] = field(default_factory=list)
+    """Components of both sides that could not be brought to the same names; ``notes`` say why."""
     unchanged: dict[str, Squares] = field(default_factory=dict)
     """Of tensors that are equal, in layers and modules where others are not: how large they are (see ``drift``)."""
 
@@ -118,8 +121,8 @@ class DiffResult:
         """``<DiffResult llama_tp8, llama_tp2: different, 39 tensors compared, 1 changed, 2 only left>``."""
         counts = {"changed": self.changed, "only left": len(self.only_left), "only right": len(self.only_right)}
         more = [f"{n:,} {what}" for what, n in counts.items() if n]
-        verdict = "equal" if self.ok else "different"
-        said = [verdict, f"{self.compared:,} tensor{'' if self.compared == 1 else 's'} compared", *more]
+        verdict = {True: "equal", False: "different", None: "same headers"}[self.equal]
+        said = [verdict, f"{count(self.compared, 'tensor')} compared", *more]
         return f"<DiffResult {self.left.path}, {self.right.path}: {', '.join(said)}>"
 
     @property
@@ -144,8 +147,13 @@ class DiffResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs that counts."""
+        """Whether no difference was found that counts, in what was compared."""
         return not (self.only_left or self.only_right or self.changed)
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether both are equal; None where no difference was found, but values or components were not compared."""
+        return (True if self.values and not self.components_failed else None) if self.ok else False
 
 
 def diff(
@@ -155,7 +163,7 @@ def diff(
     progress: Progress,
     *,
     patterns: tuple[str, ...] = (),
-    values: bool = False,
+    values: bool = True,
     tolerance: Tolerance | None = None,
     only: tuple[str, ...] = (),
     other_options: OpenOptions | None = None,
@@ -163,8 +171,8 @@ def diff(
 ) -> DiffResult:
     """Compare; ``options`` are about ``left``. ``right`` is opened by ``other_options``, or by what it says itself.
 
-    With ``values`` every element is read, bit for bit unless there is a ``tolerance``. ``patterns`` choose tensors,
-    ``only`` components.
+    With ``values`` every element is compared, bit for bit unless there is a ``tolerance``; without, only headers are
+    read. ``patterns`` choose tensors, ``only`` components.
     """
     a, b = _open(parse_place(left), parse_place(right), options, other_options)
     renamed = a.ops != b.ops
@@ -173,7 +181,10 @@ def diff(
     mine, theirs = side(a, compared, result.notes, renamed=renamed), side(b, compared, result.notes, renamed=renamed)
     for lost in [c for c in compared if c in mine.failed or c in theirs.failed]:
         compared.remove(lost)
+        result.components_failed.append(lost)
         result.notes.append(f"{lost} is not compared: {mine.failed.get(lost) or theirs.failed[lost]}")
+    if not compared:
+        raise UnsupportedError("nothing can be compared", where=result.notes)
     one, two = mine.views(compared), theirs.views(compared)
     _own_masters(one, two)
     owners = {n: v.parameter for n, v in (two | one).items()}

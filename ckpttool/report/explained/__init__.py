@@ -1,7 +1,7 @@
-"""What an error or a finding of a check means: pages that ``ckpttool explain`` prints, and that docs/ has as they are.
+"""What errors, findings of checks and merge methods are: pages that ``ckpttool explain`` prints.
 
-A page is Markdown. ``NAME.md`` is about a class of errors, the other two have a table with a row for each finding.
-scripts/make_reference.py copies them into docs/.
+A page is Markdown. ``NAME.md`` is about a class of errors, the others are tables with a row for each finding or method.
+scripts/make_reference.py copies those of errors and findings into docs/.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckpttool.answers.document import Document, Paragraph, PerMedium
 from ckpttool.answers.findings import SEVERITY
+from ckpttool.core.words import count, either
 from ckpttool.errors import UsageError
 from ckpttool.report.tables import width
 
@@ -29,7 +30,7 @@ _WORDS = ("severity", "meaning", "what to do")
 
 
 def document(name: str) -> Document:
-    """What a class of errors or a finding means; the names of all where ``name`` is "". Raises UsageError."""
+    """The explanation of a name; all names where ``name`` is "". Raises UsageError."""
 
     def text(columns: int = 0) -> str:
         return (explain(name, columns) if name else listed(columns)).removesuffix("\n")
@@ -46,47 +47,97 @@ def page(name: str) -> str:
 
 
 def explain(name: str, columns: int = 0) -> str:
-    """What a class of errors or a finding means, as plain text, broken to fit so many columns if there are any.
-
-    Raises UsageError for what is neither.
+    """What a class of errors, a finding or a merge method is, as plain text, broken to fit so many columns if there are
+    any. Raises UsageError for any other name.
     """
     wanted = name.strip().lower().removesuffix("error").strip("[]")
     if wanted in CLASSES:
         return plain_text(page(wanted), columns)
-    found = [text for p in ("findings", "findings-of-programs") if (text := _row(p, wanted, columns))]
-    if not found:
-        from difflib import get_close_matches
+    if wanted == "methods":
+        return _methods(columns)
+    found = [_rows(said, _entry(wanted, where), columns) for where, said in explanations(wanted).items()]
+    if found:
+        return "\n".join(found)
+    from ckpttool.kernels.merge import METHODS  # with numpy
 
-        close = get_close_matches(wanted[:100], [*CLASSES, *SEVERITY], n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        hint = f"{meant}`ckpttool explain` lists all"
-        raise UsageError(f"`{name}` is not a class of errors, and not a finding", hint=hint)
-    return "\n".join(found)
+    if wanted in METHODS:
+        return _rows(_method(wanted), f"{wanted}: a merge method", columns)
+    from difflib import get_close_matches
+
+    close = get_close_matches(wanted[:100], {"methods", *CLASSES, *SEVERITY, *METHODS}, n=3)
+    meant = f"did you mean {either(close)}? " if close else ""
+    raise UsageError(f"nothing is called `{name}`", hint=f"{meant}`ckpttool explain` lists all names")
 
 
 def listed(columns: int = 0) -> str:
-    """All classes of errors, and all findings."""
-    findings = textwrap.fill(
-        " ".join(SEVERITY), columns or 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    """All names that have an explanation."""
     classes = "\n".join(f"  {name:12} {page(name).splitlines()[0].lstrip('# ')}" for name in CLASSES)
-    return f"Classes of errors:\n{classes}\n\nFindings of checks:\n{findings}\n"
+    names = {
+        "Findings of checks": SEVERITY,
+        "Merge methods (`ckpttool explain methods` lists their uses)": _cells("methods"),
+    }
+    return f"Classes of errors:\n{classes}\n" + "".join(
+        f"\n{title}:\n{_broken('  ' + ' '.join(found), columns or 100, 2)}\n" for title, found in names.items()
+    )
 
 
-def _row(name: str, finding: str, columns: int) -> str:
-    """The row of a finding, a line for each cell."""
+def explanations(finding: str) -> dict[str, dict[str, str]]:
+    """By page of docs/, what its table says of a finding: severity, meaning, and mostly what to do; {} for none."""
+    pages = {PAGES[name]: _cells(name).get(finding) for name in ("findings", "findings-of-programs")}
+    return {
+        where: {title: cells[title] for title in _WORDS if title in cells} for where, cells in pages.items() if cells
+    }
+
+
+def _entry(finding: str, where: str) -> str:
+    return f"{finding}: a finding{' of Paddle programs' if where == PAGES['findings-of-programs'] else ''}"
+
+
+def _cells(name: str) -> dict[str, dict[str, str]]:
+    """The rows of a page's table by their first cell, which is code, and then by column."""
     header: list[str] = []
+    out: dict[str, dict[str, str]] = {}
     for line in page(name).splitlines():
         cells = [c.strip() for c in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if cells and cells[0] == "identifier":
+        if cells and cells[0] in ("identifier", "method"):
             header = cells
-        elif cells and header and cells[0] == f"`{finding}`":
-            of = " of Paddle programs" if name != "findings" else ""
-            said = dict(zip(header, map(_without_links, cells), strict=True))
-            lines = [f"{finding}: a finding{of}"]
-            lines += [f"  {title + ':':12} {said[title]}" for title in _WORDS if title in said]
-            return "\n".join(_broken(line, columns, 15) for line in lines) + "\n"
-    return ""
+        elif cells and header and cells[0].startswith("`"):
+            out[cells[0].strip("`")] = dict(zip(header, map(_without_links, cells), strict=True))
+    return out
+
+
+def _methods(columns: int) -> str:
+    """All merge methods, and when to use them."""
+    rows = {name: said["when to use it"] for name, said in _cells("methods").items()}
+    return _rows(rows, "Merge methods (`ckpttool explain METHOD` has formula and parameters)", columns)
+
+
+def _method(name: str) -> dict[str, str]:
+    """What there is to say of a merge method."""
+    from ckpttool.kernels.merge import METHODS
+
+    m = METHODS[name]
+    low, high = m.models
+    models = count(low, "model") if low == high else f"{low} or more models" if high is None else f"{low} to {high}"
+    base = {"needed": "and a base", "allowed": "with or without a base", "refused": "no base"}[m.base]
+    out = {
+        "use it for": _cells("methods")[name]["when to use it"],
+        "formula": m.formula,
+        "symbols": "b the base, x_i the models, d_i = x_i - b, t_i = d_i or x_i without a base, w_i weights, N models",
+        "takes": f"{models}, {base}",
+    }
+    for schema, of in ((m.per_model, ", for each model"), (m.whole, "")):
+        for parameter, p in schema.items():
+            value = "must be given" if p.default is None else f"default {str(p.default).lower()}"
+            out[parameter] = f"{value}{of}{': ' if p.help else ''}{p.help}"
+    return out | ({"paper": m.paper} if m.paper else {})
+
+
+def _rows(said: dict[str, str], title: str, columns: int) -> str:
+    """A title, and below it a line for each label."""
+    wide = max(map(len, said)) + 3
+    lines = [f"  {label + ':':{wide}}{text}" for label, text in said.items()]
+    return "\n".join([_broken(title, columns, 2), *(_broken(line, columns, wide + 2) for line in lines)]) + "\n"
 
 
 def _broken(line: str, columns: int, indent: int) -> str:

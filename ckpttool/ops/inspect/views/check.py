@@ -75,20 +75,20 @@ class CheckAnswer(ResultAnswer):
 
     def json(self) -> dict[str, Any]:
         found = [pick(f, "id severity where text hint?") for f in self.result.findings]
-        return {"path": str(self.result.path), **pick(self.result, "format? ok checked"), "findings": found}
+        return {"path": str(self.result.path), **pick(self.result, "format? ok checked values"), "findings": found}
 
     def sections(self) -> Iterator[Section]:
         from ckpttool.answers.findings import folded
 
         result = self.result
-        for f, more in folded(result.findings):
-            also = f" and {more:,} more like it" if more else ""
+        for f, also in folded(result.findings):
             hang = len(f.severity) + 2
-            yield Paragraph(f"{f.severity}: {plain(f.text)} [{f.id}]{also}", quiet=True, wrap=True, hang=hang)
+            yield Paragraph(f"{f.severity}: {plain(f.text)}{also} [{f.id}]", quiet=True, wrap=True, hang=hang)
             if f.where:
-                yield Paragraph(f"  --> {plain(f.where)}", quiet=True)
+                yield Paragraph(f"  --> {plain(f.where)}", quiet=True, wrap=True, hang=6)
             if f.hint:
-                yield Paragraph(f"  hint: {plain(f.hint)}", quiet=True)
+                yield Paragraph(f"  hint: {plain(f.hint)}", quiet=True, wrap=True, hang=8)
         gap = "\n" if result.findings else ""
         checked = ", ".join(count(n, what, f"{what}s") for what, n in result.checked.items())
-        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}", wrap=True)
+        unread = f"; {result.unread}" if result.unread else ""
+        yield Paragraph(f"{gap}{plain(str(result.path))}: {result.counts}\nchecked {checked}{unread}", wrap=True)

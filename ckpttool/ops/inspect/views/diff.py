@@ -26,7 +26,7 @@ class ComparingView(View[A_co]):
     diff: AnyPlace | None = None
     second: str = ""
     """Another checkpoint of the run that SRC is, as ``diff`` is one: by name, step or path."""
-    values: bool = False
+    headers_only: bool = False
     atol: float | None = None
     rtol: float | None = None
 
@@ -42,7 +42,7 @@ class ComparingView(View[A_co]):
     @property
     def compares_elements(self) -> bool:
         """Whether elements are compared, too."""
-        return self.diff is not None and (self.values or self.atol is not None or self.rtol is not None)
+        return self.diff is not None and not self.headers_only
 
     def opened(self, src: AnyPlace) -> tuple[AnyPlace, Self]:
         from ckpttool.ops.inspect.runs import pick_save, sibling
@@ -84,11 +84,12 @@ class ComparingView(View[A_co]):
 
 
 class DiffView(ComparingView["DiffAnswer"]):
-    """Names, dtypes and shapes; with ``values`` or a tolerance the elements, too."""
+    """Names, dtypes, shapes and values; without the values on request."""
 
     name = "diff"
-    diff: AnyPlace | None = value("--diff", "OTHER", "Compare with OTHER; exit 3 when they differ.")
-    values: bool = flag("--values", "With --diff and --check: also read the elements.")
+    diff: AnyPlace | None = value("--diff", "OTHER", "Compare all values with OTHER; exit 3 when they differ.")
+    headers_only: bool = flag("--headers-only", "With --diff: compare names, dtypes and shapes only.")
+    values: bool = flag("--values", "With --check: also read the values; --diff reads them by default.")
     atol: float | None = value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", float, least=0)
     rtol: float | None = value("--rtol", "X", "With --diff: tolerance relative to OTHER.", float, least=0)
     check: bool = False
@@ -121,11 +122,13 @@ class DiffView(ComparingView["DiffAnswer"]):
         if self.diff == "":
             raise UsageError("--diff names no checkpoint", hint="is a variable of the shell not set?")
         if self.values and not (self.check or self.diff):
-            raise UsageError(
-                "--values belongs to --diff and --check", hint="--stats and --show read values by themselves"
-            )
-        if (self.atol is not None or self.rtol is not None) and self.diff is None:
-            raise UsageError("--atol and --rtol belong to --diff")
+            raise UsageError("--values belongs to --check", hint="--stats, --show and --diff read values by themselves")
+        if (self.atol is not None or self.rtol is not None or self.headers_only) and self.diff is None:
+            raise UsageError("--atol, --rtol and --headers-only belong to --diff")
+        if self.headers_only and self.tolerance is not None:
+            raise UsageError("--headers-only compares no values: --atol and --rtol have no effect")
+        if self.headers_only and self.values and not self.check:
+            raise UsageError("--headers-only and --values contradict each other")
 
     def look(self, at: InspectedSource) -> DiffAnswer:
         return DiffAnswer(self.compared(at))
@@ -147,26 +150,34 @@ class DiffAnswer(ResultAnswer):
         return len(self.result.only_left) + len(self.result.only_right) + len(self.result.elements)
 
     def sections(self) -> Iterator[Section]:
-        """Every difference, on a terminal those of all layers on one line; then the verdict."""
-        yield PerMedium(self._terminal, self._pipe)
+        """The verdict and every difference. On a terminal the verdict is first, and the largest changes follow; a pipe
+        gets all as a table, and the verdict on stderr.
+        """
+        verdict = "\n".join(self._verdict())
+        yield Paragraph(verdict, quiet=True, loud=self.ok)
+        if not self.ok:
+            yield PerMedium(lambda: self._terminal(verdict), lambda: [*self._pipe(), Message(verdict)])
+
+    def _verdict(self) -> Iterator[str]:
+        """What is known of all tensors, and what was not compared. Only what was read is called equal."""
         result = self.result
         parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
         parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
-        naming = ", both under Hugging Face names" if result.renamed else ""
-        sides = (("SRC", result.only_left), ("OTHER", result.only_right))
-        alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
-        how = f"{_how(result, values='values')} compared{naming}"
-        compared = f"{count(result.compared, 'tensor')}{parts}"
-        lines = [f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"]
-        if result.ok:
-            more = "" if result.values else "; values not compared (--values)"
-            lines = [f"equal: {compared} by {_how(result)}{naming}{more}"]
+        naming = " under Hugging Face names" if result.renamed else ""
+        compared = f"{count(result.compared, 'tensor')}{parts}{naming}"
+        if not result.ok:
+            sides = (("SRC", result.only_left), ("OTHER", result.only_right))
+            alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
+            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({_how(result)})"
+        elif not result.values:
+            yield f"same names, dtypes and shapes in {compared}; values not compared"
+        else:
+            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({_how(result)})"
         for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
-            lines += [f"not compared: {', '.join(components)}, only in {side}"] if components else []
-        for line in lines:
-            yield Paragraph(line, quiet=True, loud=result.ok)
-            if not result.ok:  # below a table, which a program may read
-                yield Message(line)
+            if components:
+                yield f"not compared: {', '.join(components)}, only in {side}"
+        if result.components_failed:
+            yield f"not compared: {', '.join(result.components_failed)}, whose names differ"
 
     def _kinds(self) -> list[tuple[str, str, str]]:
         """Kind, name and description of each difference that is not one of values."""
@@ -187,36 +198,30 @@ class DiffAnswer(ResultAnswer):
         header = ("difference", "name", "what", "relative", "cosine")[:columns]
         return [Table(header, [r[:columns] for r in rows])] if rows else []
 
-    def _terminal(self) -> Iterator[Section]:
+    def _terminal(self, verdict: str) -> Iterator[Section]:
         """Names that differ only in numbers on one line, with the largest relative change and the smallest cosine."""
         from ckpttool.core.tensor_names import fold
 
-        changed = self.result.elements
-        rows: list[tuple[str | int, ...]] = []
+        yield Paragraph(verdict, wrap=True)
         alike: dict[tuple[str, str], list[str]] = {}
         for kind, name, what in self._kinds():
             alike.setdefault((kind, what), []).append(name)
-        for (kind, what), names in alike.items():
-            rows += [(kind, plain(name), len(places), "", "", what) for name, places in fold(names)]
+        kinds = [(plain(n), f"{kind} {what}".strip()) for (kind, what), names in alike.items() for n, _ in fold(names)]
+        yield from _largest(("name", "difference"), kinds, drop=())
+        changed = self.result.elements
+        rows = []
         # In the order of the largest in each, which comes first.
         for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
             mine = [changed[i] for i in places]
             cosine = min([d.cosine for d in mine if d.cosine is not None], default=None)
-            what = f"{sum(d.elements for d in mine):,} of {sum(d.total for d in mine):,} elements"
+            what = f"{100 * sum(d.elements for d in mine) / sum(d.total for d in mine):.3g} %"
             angle = "-" if cosine is None else f"{cosine:.6f}"  # with the digits that tell it from 1
-            rows.append(("values", plain(name), len(mine), number(changed[min(places)].relative, 4), angle, what))
-        if rows:
-            header = ("difference", "name", "tensors", "relative", "cosine", "what")
-            keep = range(6) if changed else (0, 1, 2, 5)
-            cells = [[row[i] for i in keep] for row in rows]
-            drop, right = ["what", "tensors", "difference"], (3, 4) if changed else ()
-            yield Table([header[i] for i in keep], cells, names=1, drop=drop, right=right)
+            rows.append((plain(name), number(changed[min(places)].relative, 4), angle, what))
+        yield from _largest(("changed tensor", "relative", "cosine", "elements"), rows, ["elements"], (1, 2, 3))
         if (drift := self.result.drift) is not None:
             of = "" if drift.component == "model" else f" ({drift.component})"
             for title, found in ((f"layer{of}", drift.layers), (f"module{of}", drift.modules)):
-                yield Paragraph("")
                 yield from _drifted(title, found)
-            yield Paragraph("")
 
     def json(self) -> dict[str, Any]:
         result = self.result
@@ -224,7 +229,10 @@ class DiffAnswer(ResultAnswer):
             side: {"path": str(source.path), "format": source.format, "mesh": source.mesh.to_json()}
             for side, source in (("left", result.left), ("right", result.right))
         }
-        components = "only_left_components=components_left only_right_components=components_right"
+        components = (
+            "only_left_components=components_left only_right_components=components_right"
+            " failed_components=components_failed"
+        )
         elements = [
             {
                 **pick(d, "name different=elements of=total first"),
@@ -234,10 +242,13 @@ class DiffAnswer(ResultAnswer):
         ]
         return {
             **opened,
-            "equal": result.ok,
+            "equal": result.equal,
             "values": result.values,
             "tolerance": None if result.tolerance is None else pick(result.tolerance, "atol rtol"),
-            **pick(result, f"compared changed components=by_component {components} renamed only_left only_right"),
+            **pick(
+                result,
+                f"compared changed components=by_component {components} renamed only_left only_right",
+            ),
             "shapes": [pick(m, "name left right") for m in result.shapes],
             "dtypes": [pick(m, "name left right") for m in result.dtypes],
             "elements": elements,
@@ -258,25 +269,36 @@ class DiffAnswer(ResultAnswer):
 
 
 MOST = 16
-"""Layers, or modules, that have a line each; what has changed less is one line more."""
+"""Rows of a table on a terminal; what has changed less is one line more."""
+
+
+def _largest(
+    header: Sequence[str], rows: Sequence[tuple[str | BarCell, ...]], drop: Sequence[str], right: Sequence[int] = ()
+) -> Iterator[Section]:
+    """A table of the first rows below an empty line, and how many more there are."""
+    shown = rows[: MOST if len(rows) > MOST + 1 else None]
+    if shown:
+        yield Paragraph("")
+        yield Table(header, shown, drop=drop, right=right)
+    if len(shown) < len(rows):
+        yield Paragraph(f"and {len(rows) - len(shown):,} more (--json lists all)")
 
 
 def _drifted(title: str, found: Sequence[Drifted]) -> Iterator[Section]:
     """How far layers or modules are apart, the largest change first."""
     most = max((d.relative for d in found if d.relative is not None and math.isfinite(d.relative)), default=0.0)
-    rows: list[tuple[str | int | BarCell, ...]] = []
-    for d in found[: MOST if len(found) > MOST + 1 else None]:
+    rows = []
+    for d in found:
         share = 1.0 if d.relative == math.inf else (d.relative or 0) / most if most else 0.0
         rows.append((plain(d.name), number(d.relative, 4), BarCell(share), f"{d.changed:,} of {d.tensors:,}"))
-    yield Table((title, "relative", "", "changed"), rows, drop=["changed"], right=(1, 3))
-    if len(rows) < len(found):
-        yield Paragraph(f"and {len(found) - len(rows):,} more, the largest {found[len(rows)].relative or 0:.4g}")
+    yield from _largest((title, "relative", "", "changed"), rows, ["changed"], (1, 3))
 
 
-def _how(result: DiffResult, values: str = "every element") -> str:
+def _how(result: DiffResult) -> str:
     """What was compared."""
     if not result.values:
-        return "names, dtypes, shapes"
+        return "names, dtypes, shapes compared; values not compared"
     if result.tolerance is None:
-        return "names, dtypes, shapes" + (f", {values}" if values == "values" else f" and {values}")
-    return f"names and shapes, and {values} within {result.tolerance.atol:g} + {result.tolerance.rtol:g} * |OTHER|"
+        return "names, dtypes, shapes, values compared"
+    near = result.tolerance
+    return f"names and shapes compared, values within {near.atol:g} + {near.rtol:g} * |OTHER|"

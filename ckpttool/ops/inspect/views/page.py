@@ -38,6 +38,7 @@ class PageView(ComparingView["ReportContents"]):
     )
     stats: bool = False
     histogram: bool = False
+    values: bool = False
     check: bool = False
     """Checksums of a manifest, too; the check of headers is always part of a report."""
     findings: tuple[str, ...] = ()

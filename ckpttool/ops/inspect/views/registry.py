@@ -73,9 +73,7 @@ def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View[ViewAnsw
     for view in views.values():
         view.refuse(asked)
     if on and not any(v.reads_elements for v in views.values()):
-        raise UsageError(
-            "--on is for what reads elements", hint="--stats, --hist, --hash, --check, and --diff with --values"
-        )
+        raise UsageError("--on needs a view that reads values", hint="use --stats, --hist, --hash, --check or --diff")
     view = asked[0] if asked else views[TreeView]
     view.refuse_filters()
     return view
