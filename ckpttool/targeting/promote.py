@@ -64,7 +64,7 @@ def unused_masters(source: Checkpoint, written: Catalog, dtype: str) -> list[str
     kept = any(k.component == _MASTERS for k in written.tensors)
     if kept or not narrow or (dtype and all(DTYPES[dtype].bits <= DTYPES[d].bits for d in narrow)):
         return []
-    return [f"the weights are the model's, in {some(narrow)}; SRC also has master weights: --masters writes them"]
+    return [f"the weights of SRC are {some(narrow)}: --masters writes its float32 master weights instead"]
 
 
 def _none_there(source: Checkpoint, component: str, flag: str) -> UsageError:

@@ -194,7 +194,7 @@ def test_masters_of_quantized_weights(tmp_path: Path) -> None:
     assert f"`{name}` is quantized" in said
 
 
-NOTE = "--masters writes them"
+NOTE = "--masters writes its float32 master weights"
 
 
 @pytest.mark.parametrize(
