@@ -21,7 +21,7 @@ from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
 from ckpttool.layout.family import Family
 from ckpttool.layout.modules import model_forms
-from ckpttool.layout.statements import Transform
+from ckpttool.layout.statements import Rename, Transform, inverse
 from ckpttool.storage.place import parse_place
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint"]
@@ -66,6 +66,13 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         return self.stored.config
+
+    def published(self, name: str) -> str:
+        """The name that Hugging Face's checkpoints have for a tensor."""
+        for op in inverse(self.ops):
+            if isinstance(op, Rename):
+                name = op.forward(name)
+        return name
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -360,6 +360,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         target: str = "",
         only: Sequence[str] = (),
         ema: bool = False,
+        masters: bool = False,
         native_names: bool = False,
         aoa: AnyPlace | None = None,
         betas: Sequence[float] | str | None = None,
@@ -389,6 +390,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             target: version of the software that will load the output.
             only: components to write.
             ema: write the averaged weights as the model.
+            masters: write the float32 master weights as the model.
             native_names: names as the models of ``target`` have them.
             aoa: a file of AOA statements.
             betas: those of Adam, where the checkpoint does not say them: (0.9, 0.999) or ``"0.9,0.999"``.
@@ -416,6 +418,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             version=target,
             components=several(only, "only"),
             ema=ema,
+            masters=masters,
             native_names=native_names,
             aoa=None if aoa is None else parse_place(aoa),
             betas=pair_of_betas(betas),

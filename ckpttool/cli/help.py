@@ -38,7 +38,7 @@ _GROUPS = (
         """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names
         max_shard_size vocab_multiple vocab_pad""",
     ),
-    ("Tensors", "only ema betas aoa remove_keys keep_keys rename dtype dequant requant fuse unfuse min_size"),
+    ("Tensors", "only ema masters betas aoa remove_keys keep_keys rename dtype dequant requant fuse unfuse min_size"),
     ("Run", "dry_run force resume verify workers memory manifest"),
     ("Many machines", "on shares"),
     ("Other machines", "connections anonymous offline create_pr"),

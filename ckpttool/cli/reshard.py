@@ -27,6 +27,7 @@ class ReshardOptions(options.NewTargetOptions):
     ] = False
     only: options.Only = None
     ema: Annotated[bool, flag("--ema", "Write the exponential moving average as the model.")] = False
+    masters: Annotated[bool, flag("--masters", "Write the float32 master weights as the model.")] = False
     aoa: Annotated[str | None, value("--aoa", "FILE", "Names and shapes by Paddle's AOA statements.")] = None
     requant: Annotated[
         str,
@@ -48,6 +49,7 @@ class ReshardOptions(options.NewTargetOptions):
             sharding_version=one_of(self.sharding_version, "--sharding-version", "v1", "v2"),
             components=tuple(one_of(c, "--only", *COMPONENTS) for c in self.only or ()),
             ema=self.ema,
+            masters=self.masters,
             native_names=self.native_names,
             aoa=place(self.aoa),
         )

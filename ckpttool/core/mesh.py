@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, NamedTuple
 
+from ckpttool.core.words import count
 from ckpttool.errors import LayoutError, UsageError
 
 
@@ -100,6 +101,11 @@ class Mesh:
         Raises LayoutError when the layers do not divide and no layout says how.
         """
         counts = self.layout
+        if not counts and self.pp > layers > 0:
+            raise LayoutError(
+                f"{count(layers, 'layer')} cannot fill {self.pp} pipeline stages",
+                hint=f"use at most {count(layers, 'stage')}: --pp-out {layers}",
+            )
         if not counts:
             if layers % self.pp:
                 even, more = divmod(layers, self.pp)

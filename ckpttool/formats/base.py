@@ -334,6 +334,8 @@ class FileLayout(NamedTuple):
     usage: str = ""
     """A command or a line of Python that reads what is written: {dst} is its path for a shell, {text} in quotes;
     "" where there is none."""
+    mesh: Mesh | None = None
+    """The mesh of the run that the files are for, where its software cuts them itself; None: ``WriteRequest.mesh``."""
 
 
 class Reader(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ckpttool.core.catalog import RankTensor, RankTensors
 from ckpttool.core.geometry import Box, whole
-from ckpttool.core.mesh import Coords, share
+from ckpttool.core.mesh import Coords, Mesh, share
 from ckpttool.core.words import either
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
@@ -89,7 +89,7 @@ class Partitioner:
             return out
         if mesh.pp > 1 and self.family.spec.no_pipeline:
             why = f"models of family `{self.family.name}` have no pipeline stages: {self.family.spec.no_pipeline}"
-            raise LayoutError(why, where=self.family.origin, hint="use 1")
+            raise LayoutError(why, where=self.family.origin, hint="omit --pp-out")
         chosen = set(range(mesh.world) if ranks is None else ranks)
         coords = [c for c in mesh.all_coords() if c.rank in chosen]
         by_stage: dict[int, list[Coords]] = {}
@@ -98,7 +98,7 @@ class Partitioner:
             by_stage.setdefault(c.pp, []).append(c)
             by_owner.setdefault((c.pp, c.ep), []).append(c)
         found = self._place(tensors)
-        stages = self._stages(t.name for t in tensors)
+        stages = self.stages((t.name for t in tensors), mesh)
         owner = self._owners(found.tensors)
         first_layer = {s: min((n for n, at in stages.items() if at == s), default=0) for s in range(mesh.pp)}
         for t, place, base, blocks in found.tensors:
@@ -218,9 +218,11 @@ class Partitioner:
             raise cannot_cut(t.name, t.shape, place.rule.place, e, str(self.cutting.mesh), valid_sizes) from None
         return local, tuple(pad_boxes(local))
 
-    def _stages(self, names: Iterable[str]) -> dict[int, int]:
-        """Stage of each layer number."""
-        mesh = self.cutting.mesh
+    def stages(self, names: Iterable[str], mesh: Mesh) -> dict[int, int]:
+        """Stage of each layer number, given the names of all tensors.
+
+        Raises LayoutError when the layers cannot be divided.
+        """
         if mesh.pp == 1 and not mesh.layout:
             return {}
         seen = 1 + max((int(m[1]) for n in names if (m := LAYER.search(n))), default=-1)

@@ -209,7 +209,7 @@ def document(result: MergeResult, *, verbose: bool = False, page: Path | None = 
         if verbose:
             yield Message(f"read {short(run.bytes_read)}; writes: {run.policy}")
         models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
-        place = f"{dst.format}, {target.ranked(dst.mesh, dst.sharding)}, {target.contents(dst)}"
+        place = f"{dst.format}, {target.ranked(dst.run_mesh, dst.sharding)}, {target.contents(dst)}"
         summary = f"{prepared.method}{models}, {place}"
         pages = [] if page is None else [Paragraph(f"report: {plain(str(page))}")]
         next_step = dst.next_step(result.dst)

@@ -92,7 +92,7 @@ def document(result: ReshardResult, *, verbose: bool = False) -> Document:
         if verbose:
             yield Message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
             yield Message(f"at most {short(run.peak_buffer)} of buffers")
-        summary = f"{prepared.format}, {ranked(prepared.mesh, prepared.sharding)}, {contents(prepared)}"
+        summary = f"{prepared.format}, {ranked(prepared.run_mesh, prepared.sharding)}, {contents(prepared)}"
         proven = EQUAL if prepared.recoded is None else RECOMPUTED
         yield from target.written(result.dst, run, summary, proven, next_step=prepared.next_step(result.dst))
 

@@ -29,7 +29,7 @@ def target_json(target: Prepared) -> dict[str, Any]:
     plan = target.plan
     return {
         "format": target.format,
-        "mesh": target.mesh.to_json(),
+        "mesh": target.run_mesh.to_json(),
         "files": len(plan.outputs),
         "bytes": plan.bytes_written,
         "tensors": len(target.views),
@@ -100,7 +100,7 @@ def share_lines(plan: Plan, run: RunOptions) -> list[str]:
 
 def target_rows(target: Prepared) -> list[tuple[str, str]]:
     """DST."""
-    return [("target", f"{target.format}, {ranked(target.mesh, target.sharding)}"), ("", contents(target))]
+    return [("target", f"{target.format}, {ranked(target.run_mesh, target.sharding)}"), ("", contents(target))]
 
 
 def memory_row(run: RunOptions) -> tuple[str, str]:

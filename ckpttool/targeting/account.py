@@ -55,7 +55,7 @@ class Account:
         """The same for a checkpoint whose weights change their precision: every tensor is read, or left out for a
         reason. Raises VerifyError."""
         source = self.source
-        names = {k: self._published(k.name) for k in source.catalog.tensors if k.component == "model"}
+        names = {k: self.source.published(k.name) for k in source.catalog.tensors if k.component == "model"}
         read = _Read(recoded, computed)
         unread = [k for k in names if source.catalog.tensors[k] not in read]
         if not unread:
@@ -95,17 +95,10 @@ class Account:
     def _is_removed(self, name: str) -> bool:
         """Whether the user's patterns remove a tensor, by its own name or its published one."""
         remove, keep = self._patterns
-        names = (name, self._published(name))
+        names = (name, self.source.published(name))
         if any(p.search(n) for p in remove for n in names):
             return True
         return bool(keep) and not any(p.search(n) for p in keep for n in names)
-
-    def _published(self, name: str) -> str:
-        """The name that Hugging Face's checkpoints have for a tensor."""
-        for op in inverse(self.source.ops):
-            if isinstance(op, Rename):
-                name = op.forward(name)
-        return name
 
     def _is_left_out(self, own: str) -> bool:
         """Whether a statement of the family file says that the output's naming does not have this tensor, or that
@@ -127,7 +120,7 @@ class Account:
     def _is_copy(self, key: Key) -> bool:
         """Whether the output has another tensor of the source for this one (the config ties them, or its naming drops
         copies), and both have equal elements."""
-        name = self._published(key.name)
+        name = self.source.published(key.name)
         ties = self.source.family.ties
         used = [
             of for op in self.statements if isinstance(op, DropCopies) for p, of, _ in op.pairs if matches((p,), name)
@@ -136,7 +129,7 @@ class Account:
         return any(self._has_equal_tensors(key, name, owner) for owner in owners)
 
     def _has_equal_tensors(self, key: Key, name: str, owner: str) -> bool:
-        """Whether the source has tensors of both names (``_published``) with equal elements.
+        """Whether the source has tensors of both names (``published``) with equal elements.
 
         Both are of the component and state of ``key``, and compared in the shapes that Hugging Face's checkpoints have.
         """
@@ -144,7 +137,7 @@ class Account:
         pair = {
             k.name: DerivedTensor(k.name, t.dtype, t.shape, t)
             for k, t in source.catalog.tensors.items()
-            if (k.component, k.state) == (key.component, key.state) and self._published(k.name) in (name, owner)
+            if (k.component, k.state) == (key.component, key.state) and self.source.published(k.name) in (name, owner)
         }
         shaping = tuple(op for op in source.ops if not isinstance(op, Tie | Drop | DropCopy | DropLayers))
         views = apply_transforms(TensorTable(pair), inverse(shaping), source.family, shaping).table

@@ -77,6 +77,8 @@ class Prepared:
     """Ranks that share the optimizer state of the output, for each of the mesh."""
     usage: str = ""
     """What reads the output, see ``FileLayout``."""
+    run_mesh: Mesh = field(default_factory=Mesh)
+    """The mesh of the run that the output is for, see ``FileLayout``; ``mesh`` is how its files are cut."""
     parts: Mapping[str, Prepared] = field(default_factory=dict)
     """The rewritten models of a directory of several models, by their directories."""
 
@@ -151,6 +153,7 @@ def plan_target(
         shares.dtypes, notes, named.removed, computed=computed, selection=selection, statements=named.statements,
         translation=translation, sharding=request.sharding,
         usage=file_layout.usage if whole and goal.dialect.reads(context) else "",
+        run_mesh=file_layout.mesh or goal.mesh,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.core.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.core.geometry import whole
-from ckpttool.core.notes import is_kind
 from ckpttool.core.patterns import compile_pattern
 from ckpttool.core.words import either, some
 from ckpttool.errors import UsageError
@@ -20,6 +19,8 @@ from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
 from ckpttool.planning.relate import DerivedTensor, EqualPair
 from ckpttool.targeting.target import WEIGHTS, Target, castable
+
+_AS_MODEL = {"ema": "--ema", "master_weights": "--masters"}
 
 Component = tuple[str, str]
 """Its name, and the state of an optimizer or ""."""
@@ -38,18 +39,6 @@ def chosen_components(
     fmt, capabilities = writer.name, writer.capabilities
     catalog, wanted = source.catalog, target.components
     have = source.components
-    if target.ema:
-        if "ema" not in have:
-            raise UsageError(
-                "--ema: the source holds no exponential moving average",
-                where=str(source.path),
-                hint="it holds " + ", ".join(have),
-            )
-        wanted = wanted or ("model",)
-        if wanted != ("model",):
-            raise UsageError("--ema writes the average as the model, so only `--only model` goes with it")
-        catalog = _ema_as_model(catalog)
-        notes[:] = [n for n in notes if not is_kind(n, "derived weights")]
     if "adapter" in have and "adapter" not in capabilities.components and not wanted:
         raise UsageError(
             f"the source is an adapter, and --to {fmt} holds {', '.join(capabilities.components)}",
@@ -58,7 +47,7 @@ def chosen_components(
         )
     for c, why in source.stored.refused.items():
         # Who names no format wants the model cut, and has a note on the rest.
-        if c in (wanted or (capabilities.components if target.format and not target.ema else ())):
+        if c in (wanted or (capabilities.components if target.format else ())):
             raise why
     for c in wanted:
         if c not in have:
@@ -68,8 +57,8 @@ def chosen_components(
         if c not in capabilities.components:
             raise UsageError(
                 f"--only {c}: --to {fmt} holds {', '.join(capabilities.components)}",
-                hint="the average as the model: --ema"
-                if c == "ema" and "model" in capabilities.components
+                hint=f"{_AS_MODEL[c]} writes it as the model"
+                if c in _AS_MODEL and "model" in capabilities.components
                 else f"--to {either([n for n, w in WRITERS.items() if c in w.capabilities.components])} holds it",
             )
     keep = wanted or tuple(c for c in have if c in capabilities.components)
@@ -154,16 +143,6 @@ def with_single(
             if capabilities.fp32_masters != "added":
                 del tensors[master]
     return replace(source, catalog=Catalog(source.catalog.files, tensors, source.catalog.aliases))
-
-
-def _ema_as_model(catalog: Catalog) -> Catalog:
-    """The average under the names of the model, in the model's dtypes."""
-    tensors: dict[Key, LogicalTensor] = {}
-    for key, t in catalog.tensors.items():
-        if key.component == "ema":
-            model = catalog.tensors.get(Key(key.name))
-            tensors[Key(key.name)] = replace(t, key=Key(key.name), dtype=model.dtype if model else t.dtype)
-    return Catalog(catalog.files, tensors, catalog.aliases)
 
 
 def share_of(

@@ -43,6 +43,7 @@ from ckpttool.planning.relate import DerivedTensor, TensorTable, parameters
 from ckpttool.storage.below import files_below
 from ckpttool.storage.listing import WEIGHTS, list_source
 from ckpttool.targeting.build import Prepared, plan_recoded, plan_target
+from ckpttool.targeting.promote import promoted, unused_masters
 from ckpttool.targeting.recode import Recoded, Recoding, is_quantized
 from ckpttool.targeting.select import Selection, select
 from ckpttool.targeting.target import Target
@@ -56,7 +57,13 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
     """
 
     def plan(one: Checkpoint, target: Target, chosen: Selection) -> Prepared:
-        return plan_target(one, target, chosen) if recoding is None else plan_recoded(one, recoding, target, chosen)
+        given = one
+        one, target = promoted(one, target)
+        if recoding is not None:
+            return plan_recoded(one, recoding, target, chosen)
+        planned = plan_target(one, target, chosen)
+        planned.notes += unused_masters(given, planned.source.catalog, planned.dtype)
+        return planned
 
     parts = parts_of(source.stored)
     if parts is None:

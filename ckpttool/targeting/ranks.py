@@ -62,7 +62,10 @@ def share_out(
     own = goal.writer.whole if isinstance(goal.writer, HoldsWhole) else ()
     family = source.family.with_whole((*own, *named.uncut))
     chosen = chosen_ranks(goal.target, goal.mesh)
-    held = _partitioner(family, goal, named, cast).run(named.ruled, chosen)
+    partitioner = _partitioner(family, goal, named, cast)
+    if goal.target.pp or goal.target.pp_layout:  # also where the software that loads DST divides the layers
+        partitioner.stages((v.name for v in named.ruled), goal.requested)
+    held = partitioner.run(named.ruled, chosen)
     if capabilities.pad_vocab and capabilities.sharded and not capabilities.records_shapes:
         _check_vocabulary(held, _vocabulary(family, named), source)
     tables = {c: propagate_to_component(views, source.catalog, *c, equal) for c in components}

@@ -44,6 +44,8 @@ class Target:
     """Only these; () is all that the format can hold."""
     ema: bool = False
     """The exponential moving average is written as the model."""
+    masters: bool = False
+    """The master weights are written as the model."""
     native_names: bool = False
     """Names as the models of ``version`` have them, not those of a Paddle source."""
     aoa: Place | None = None
@@ -56,7 +58,7 @@ class Target:
 
     def resumes(self, capabilities: Capabilities) -> bool:
         """Whether the output must hold the optimizer, if there is one: a run continues from it."""
-        wanted = self.components or (("model",) if self.ema else capabilities.components)
+        wanted = self.components or capabilities.components
         return "optimizer" in {*wanted} & {*capabilities.components}
 
 
@@ -121,7 +123,12 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
         why = "without --sharding-out 2 or more" if isinstance(writer, VersionedShards) else f"with {to}"
         yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
     shared = can.optimizer_shards and sharding > 1
-    if target.dtype and can.fp32_masters == "dropped" and shared and not _masters_itself(source):
+    if (
+        _changes_dtypes(source, target.dtype)
+        and can.fp32_masters == "dropped"
+        and shared
+        and not _masters_itself(source)
+    ):
         what = f"--dtype {target.dtype} is not possible with sharding {sharding}: model weights are stored as master"
         what += " weights only, and read back in the model's own dtype"
         yield what, "write --to unified with --dtype, or --sharding-out 1"
@@ -130,6 +137,12 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
         yield what, "the state of an optimizer keeps its precision"
     if target.sharding is not None and target.sharding < 1:
         yield f"--sharding-out is {target.sharding}", "parallel sizes start at 1"
+
+
+def _changes_dtypes(source: Checkpoint, dtype: str) -> bool:
+    """Whether --dtype casts any weight of the source."""
+    dtypes = {t.dtype for k, t in source.catalog.tensors.items() if k.component in WEIGHTS and t.dtype in CASTABLE}
+    return bool(dtype) and dtypes != {parse(dtype).name}
 
 
 def _masters_itself(source: Checkpoint) -> bool:

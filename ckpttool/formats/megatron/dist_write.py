@@ -124,6 +124,7 @@ def write_dist(request: base.WriteRequest) -> base.FileLayout:
         label=keys.fqn,
         usage="torchrun pretrain_gpt.py --load {dst} --use-checkpoint-args"
         + _loads(optimizer=bool(held.trained), iteration=iteration_of(request)),
+        mesh=request.requested,
     )
 
 

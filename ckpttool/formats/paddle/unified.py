@@ -150,6 +150,7 @@ class Unified:
             generated=schedule_file(request),
             dropped=tuple(n for n in request.companions if _WORLD_BOUND.match(n)),
             usage=paddle_config.resume_flags(request, "unified_checkpoint"),
+            mesh=request.requested,
         )
 
     def turned(self, name: str, ndim: int, version: str, prefix: str, config: Mapping[str, Any]) -> bool:

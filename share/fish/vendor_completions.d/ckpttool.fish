@@ -35,6 +35,7 @@ complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l max-shard-size 
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l vocab-multiple -x -d 'Pad the vocabulary of cut embeddings to a multiple of this. Default: 1; megatron: 128 for each tp rank.'
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l only -x -a 'model adapter master_weights optimizer ema' -d 'Only this: model, adapter, master_weights, optimizer or ema; can be repeated.'
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l ema -d 'Write the exponential moving average as the model.'
+complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l masters -d 'Write the float32 master weights as the model.'
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l betas -x -d 'Betas of Adam, where SRC does not say them: 0.9,0.999.'
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l aoa -r -F -d 'Names and shapes by Paddle\'s AOA statements.'
 complete -c ckpttool -n '__fish_seen_subcommand_from reshard' -l remove-keys -x -d 'Leave these tensors out; can be repeated.'
