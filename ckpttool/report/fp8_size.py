@@ -11,6 +11,7 @@ from ckpttool.answers.document import BarCell, Document, DocumentCell, Paragraph
 from ckpttool.answers.fields import pick, shape
 from ckpttool.core.words import count, either
 from ckpttool.errors import plain
+from ckpttool.quant.keep import kept_words
 from ckpttool.report.text import ranks
 
 if TYPE_CHECKING:
@@ -190,8 +191,7 @@ def _head(report: SizeReport, unit: str) -> str:
         f"{total.parameters:,} parameters, {total.elements:,} stored elements, {total.nbytes:,} bytes",
     ]
     if applied.kept and applied.quantized:
-        why = ", ".join(f"{n:,} {w}" for w, n in applied.kept.items())
-        lines.append(f"{count(sum(applied.kept.values()), 'tensor')} in high precision ({why})")
+        lines.append(kept_words(applied.kept))
     return "\n".join(lines)
 
 
