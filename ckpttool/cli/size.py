@@ -11,7 +11,7 @@ from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.process import reader_may_leave
 from ckpttool.cli.values import sides
-from ckpttool.core.words import either, one_of, parse_count, parse_size
+from ckpttool.core.words import either, one_of, parse_count
 from ckpttool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,19 +36,12 @@ class SizeOptions(options.QuantOptions):
 
 
 def _device(memory: str, name: str) -> Device | None:
-    """--device-mem or --gpu; a number of gigabytes without a unit is an error and not a number of bytes."""
-    from ckpttool.ops.fp8_size.devices import Device, gpu
+    """--gpu or --device-mem, which take the same."""
+    from ckpttool.ops.fp8_size.devices import device
 
     if memory and name:
-        raise UsageError("--gpu and --device-mem exclude each other", hint="--gpu says how much memory it has")
-    if name:
-        return gpu(name)
-    if not memory:
-        return None
-    size = parse_size(memory, "--device-mem")
-    if size < 1000:
-        raise UsageError(f"--device-mem {memory} is {size} bytes", hint=f"with a unit: {memory}GB or {memory}GiB")
-    return Device("", size)
+        raise UsageError("--gpu and --device-mem exclude each other", hint="--gpu takes a name or a size")
+    return device(name or memory, "--gpu" if name else "--device-mem") if name or memory else None
 
 
 @dataclass
@@ -68,6 +61,10 @@ class Counted:
     fp8_transposed: Annotated[
         bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
     ] = False
+    utilization: Annotated[
+        float | None,
+        value("--utilization", "SHARE", "Share of the GPU's memory to use; default: 0.9, the rest for activations."),
+    ] = None
     check_total_size: Annotated[
         bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
     ] = False
@@ -91,13 +88,13 @@ def size(
         str,
         value(
             "--gpu",
-            "NAME",
-            "Memory of a GPU by name: h100, a100-40gb, mi300x, ...; exit 3 if it is not enough.",
+            "NAME|SIZE",
+            "GPU by name (h100, a100-40gb, mi300x, ...) or memory (80GB); exit 3 if it does not fit.",
             choices.GPUS,
         ),
     ] = "",
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
-    unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",
+    unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: kB, MB or GB.", choices.UNITS)] = "",
     source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also", "part")],
     shown: options.OutputFlags,
 ) -> None:

@@ -1,7 +1,7 @@
-"""``ckpttool doctor``: what a person can do here, and what it would take to do the rest.
+"""``ckpttool doctor``: whether runs can work here, what is slow or missing, and how to mend it.
 
-Each point has a verdict, what it means, and what to do about it. What runs would find out for themselves is found out
-by the calls that they use (``execute.probes``); logins are those that the readers of each place look for.
+Each point has a verdict, a text and a hint. The filesystem is tried with the calls that runs use
+(``execute.probes``); logins are those that the readers of each storage look for.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ckpttool.storage.system import cores
 from ckpttool.version import __version__
 
 OK, SLOW, MISSING, WRONG = "ok", "slow", "missing", "wrong"
-"""Works; works with more time or room; is not there, and some things need it; no run can work."""
+"""Works; works, but takes more time or space; missing, and only some uses need it; no run can work."""
 PACKAGES = ("numpy", "ml_dtypes", "xxhash", "pydantic", "pyyaml", "rich", "typer", "huggingface_hub", "protobuf")
 EXTRAS = (
-    ("torch", "torch", "tensors of the Python API as torch tensors, and merge --method della --rng mergekit"),
+    ("torch", "torch", "torch tensors in the Python API, merge --method della --rng mergekit"),
     ("boto3", "remote", "s3://"),
     ("google.auth", "remote", "gs://"),
     ("azure.storage.blob", "remote", "az://"),
-    ("azure.identity", "remote", "az:// with a login of Azure"),
+    ("azure.identity", "remote", "az:// with an Azure login"),
     ("ray", "ray", "--on ray"),
 )
-"""Modules, the extra that has each, and what it is for."""
+"""Modules, the extra that installs each, and its uses."""
 _VECTORS = ("avx512f", "avx2", "asimd")
 _LEAST_FREE = 64 << 20
 """Bytes below which no checkpoint can be written."""
@@ -47,7 +47,7 @@ _FEW_DESCRIPTORS = 64
 
 
 class Point(NamedTuple):
-    """One thing that was looked at."""
+    """One check and its result."""
 
     topic: str
     id: str
@@ -58,7 +58,7 @@ class Point(NamedTuple):
 
 @dataclass(slots=True)
 class MachineHealth:
-    """The findings on this machine and one place."""
+    """The state of this machine and of one path or URL."""
 
     place: Place
     points: list[Point] = field(default_factory=list)
@@ -71,9 +71,9 @@ class MachineHealth:
 
 
 def examine(path: AnyPlace = ".", *, online: bool = False) -> MachineHealth:
-    """Look at this machine and at a place on it or elsewhere. Only with ``online`` anything is asked over a network.
+    """Look at this machine and at a path or URL. Uses the network only with ``online``.
 
-    Raises UsageError when the place, and what it lies in, does not exist.
+    Raises UsageError when neither the path nor a directory above it exists.
     """
     place = parse_place(path)
     out = MachineHealth(place)
@@ -82,7 +82,7 @@ def examine(path: AnyPlace = ".", *, online: bool = False) -> MachineHealth:
     elif online:
         out.points.append(_reached(place))
     else:
-        out.points.append(Point("place", "place", OK, f"{place}: not asked; --online asks"))
+        out.points.append(Point("place", "place", OK, f"{place}: not checked (--online does)"))
     out.points += [*_machine(), *_python(), *_extras(), *_logins(online=online)]
     out.versions = {"ckpttool": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     out.versions |= {name: _version(name) for name in PACKAGES}
@@ -97,59 +97,61 @@ def _filesystem(path: Path) -> Iterator[Point]:
     while not here.is_dir() and here != here.parent:
         here = here.parent
     if not path.exists() and here == Path(here.anchor):
-        raise UsageError("the place does not exist", where=str(path), hint="give a directory, or a URL")
+        raise UsageError("the path does not exist", where=str(path), hint="give a directory, or a URL")
     try:
         found = probes.look_at(here)
     except OSError as e:
-        raise UsageError(f"the place cannot be looked at: {e.strerror}", where=str(here)) from None
+        raise UsageError(f"cannot access the path: {e.strerror}", where=str(here)) from None
     what = found.kind or "a filesystem"
     if found.mounted:
         what += f" mounted at {found.mounted}"
     yield Point("place", "filesystem", OK, f"{here}: {what}")
     if found.refused:
-        hint = "it can be read; choose another directory for DST"
-        yield Point("place", "writing", WRONG, f"nothing can be written: {found.refused}", hint)
+        hint = "reading works; choose another directory for DST"
+        yield Point("place", "writing", WRONG, f"not writable: {found.refused}", hint)
         return
-    room, hint = f"{short(found.free)} free", "remove something, or choose another disk for DST"
+    room, hint = f"{short(found.free)} free", "free some space, or choose another disk for DST"
     if found.free < _LEAST_FREE:
         yield Point("place", "space", WRONG, room, hint)
     else:
-        yield Point("place", "space", OK, f"{room}; a run checks before it begins that its output fits")
+        yield Point("place", "space", OK, room)
     if found.files is not None and found.files < _FEW_FILES:
-        yield Point("place", "files", SLOW, f"{count(found.files, 'more file')} can be made", hint)
+        yield Point("place", "files", SLOW, f"room for only {count(found.files, 'more file')} (inodes)", hint)
     yield from _abilities(found)
 
 
 def _abilities(found: probes.Filesystem) -> Iterator[Point]:
     ways = {
-        "direct": (OK, "large writes go past the page cache (O_DIRECT)", ""),
-        "uncached": (OK, "large writes leave nothing in the page cache (RWF_DONTCACHE)", ""),
-        "write-behind": (OK, "large writes leave the page cache one step behind", ""),
-        "plain": (SLOW, "large writes fill the page cache: other programs may lose theirs", "a local disk is faster"),
+        "direct": (OK, "large writes bypass the page cache (O_DIRECT)", ""),
+        "uncached": (OK, "large writes bypass the page cache (RWF_DONTCACHE)", ""),
+        "write-behind": (OK, "large writes are dropped from the page cache at once", ""),
+        "plain": (SLOW, "large writes fill the page cache", "a local disk is faster"),
     }
     yield Point("place", "writing", *ways[found.policy])
     if found.reflinks:
-        yield Point("place", "links", OK, "files share bytes by reflinks: drop-keys --link costs no room")
+        yield Point("place", "links", OK, "reflinks: drop-keys --link takes no space")
     elif found.hard_links:
-        text = "no reflinks; drop-keys --link makes hard links: do not change such files in place"
+        text = "hard links, no reflinks: never edit the files of drop-keys --link in place"
         yield Point("place", "links", OK, text)
     else:
-        text = "neither reflinks nor hard links: drop-keys --link copies files"
+        text = "no links: drop-keys --link copies files"
         yield Point("place", "links", SLOW, text, "btrfs and XFS have reflinks")
     if found.locks:
-        yield Point("place", "locks", OK, "two runs to one DST are kept apart")
+        yield Point("place", "locks", OK, "concurrent runs to the same DST are blocked")
     else:
-        yield Point("place", "locks", MISSING, "no locks: two runs to one DST are not noticed", "start one at a time")
+        yield Point(
+            "place", "locks", MISSING, "concurrent runs to the same DST are not detected", "start one at a time"
+        )
     if found.exchanges:
-        yield Point("place", "exchange", OK, "--force replaces DST at once")
+        yield Point("place", "exchange", OK, "--force replaces DST atomically")
     else:
-        text = "--force replaces DST in two steps: it is away for a moment"
-        yield Point("place", "exchange", SLOW, text, "a reader may have to try again")
+        text = "--force replaces DST in two steps: DST is briefly missing"
+        yield Point("place", "exchange", SLOW, text, "readers may have to retry")
     if not found.sparse:
-        text = "no sparse files: outputs take all of their room from the start"
+        text = "no sparse files: outputs take their full size from the start"
         yield Point("place", "sparse", SLOW, text)
     if not found.case:
-        yield Point("place", "case", SLOW, "names that differ only in case are one file: `A.json` replaces `a.json`")
+        yield Point("place", "case", SLOW, "file names ignore case: `A.json` replaces `a.json`")
 
 
 def _reached(place: Place) -> Point:
@@ -165,31 +167,31 @@ def _reached(place: Place) -> Point:
 
 def _machine() -> Iterator[Point]:
     free, total = probes.memory()
-    text = f"{short(free)} of {short(total)} free; a run takes --memory (64MiB) and its plan"
+    text = f"{short(free)} of {short(total)} free"
     if free < _LITTLE_MEMORY:
-        hint = "--memory 16MiB, and --workers 1 for merges"
-        yield Point("machine", "memory", SLOW, text + ", and each process of a merge about 100 MB", hint)
+        hint = "--memory 16MiB; --workers 1 for merges"
+        yield Point("machine", "memory", SLOW, text + "; a merge takes about 100 MB a process", hint)
     else:
         yield Point("machine", "memory", OK, text)
     there, quota = cores(), probes.quota()
     text = count(there, "core")
     if quota is not None and quota < there:
-        hint = f"--workers {max(1, round(quota))} for merge and fp8-cast, which start a process for each core"
-        yield Point("machine", "cores", SLOW, f"{text}, of which a quota leaves {quota:g}", hint)
+        hint = f"--workers {max(1, round(quota))} for merge and quantize, which start one process per core"
+        yield Point("machine", "cores", SLOW, f"{text}, but a quota of {quota:g}", hint)
     else:
         yield Point("machine", "cores", OK, text)
     flags = probes.processor()
     vectors = next((f for f in _VECTORS if f in flags), "")
     if vectors or not flags:
-        yield Point("machine", "processor", OK, f"vectors: {vectors or 'the system does not say'}")
+        yield Point("machine", "processor", OK, f"vector instructions: {vectors or 'unknown'}")
     else:
-        yield Point("machine", "processor", SLOW, "no AVX2: casts, statistics and merges take several times as long")
+        yield Point("machine", "processor", SLOW, "no AVX2: casts, statistics and merges are several times slower")
     files = descriptor_limit()
     if files < _FEW_DESCRIPTORS:
-        text = f"{files} files can be open at a time; runs open and close them more often"
+        text = f"only {files} open files allowed: runs reopen files more often"
         yield Point("machine", "descriptors", SLOW, text, "ulimit -n 4096")
     else:
-        yield Point("machine", "descriptors", OK, f"{files:,} files can be open at a time")
+        yield Point("machine", "descriptors", OK, f"{files:,} open files allowed")
 
 
 def _python() -> Iterator[Point]:
@@ -200,7 +202,7 @@ def _python() -> Iterator[Point]:
         yield Point("python", "packages", WRONG, f"not installed: {', '.join(lost)}", hint)
     else:
         held = ", ".join(f"{name} {_version(name)}" for name in PACKAGES[:3])
-        yield Point("python", "packages", OK, f"all that are required: {held}, ...")
+        yield Point("python", "packages", OK, f"installed: {held}, ...")
 
 
 def _version(name: str) -> str | None:
@@ -215,7 +217,9 @@ def _extras() -> Iterator[Point]:
         if _there(module):
             yield Point("extras", module, OK, f"installed: {use}")
         else:
-            yield Point("extras", module, MISSING, f"not installed; for {use}", f"pip install 'ckpttool[{extra}]'")
+            yield Point(
+                "extras", module, MISSING, f"not installed, needed for {use}", f"pip install 'ckpttool[{extra}]'"
+            )
 
 
 def _there(module: str) -> bool:
@@ -230,7 +234,7 @@ def _there(module: str) -> bool:
 
 def _logins(*, online: bool) -> Iterator[Point]:
     if anonymous():
-        yield Point("logins", "anonymous", OK, "CKPTTOOL_ANONYMOUS is set: requests go without credentials")
+        yield Point("logins", "anonymous", OK, "CKPTTOOL_ANONYMOUS is set: requests carry no credentials")
         return
     for scheme, module, look, hint in _PLACES:
         if not _there(module):
@@ -243,17 +247,17 @@ def _logins(*, online: bool) -> Iterator[Point]:
         if found:
             yield Point("logins", scheme, OK, f"{scheme}:// {found}")
         else:
-            yield Point("logins", scheme, MISSING, f"{scheme}:// no login is found", hint)
+            yield Point("logins", scheme, MISSING, f"{scheme}:// no login found", hint)
 
 
 def _hub(online: bool) -> str:  # noqa: FBT001 - one shape for all
     from ckpttool.storage.hub_access import endpoint, is_offline, token
 
     if is_offline():
-        return "offline: only the cache is read (HF_HUB_OFFLINE)"
+        return "offline: reads the cache only (HF_HUB_OFFLINE)"
     held = token()
     if not online:
-        return "a token is found" if held else ""
+        return "token found" if held else ""
     from huggingface_hub import HfApi
 
     try:
@@ -261,7 +265,9 @@ def _hub(online: bool) -> str:  # noqa: FBT001 - one shape for all
             return f"logged in as {HfApi(endpoint=endpoint(), token=held).whoami()['name']}"
         HfApi(endpoint=endpoint(), token=False).list_models(limit=1)
     except Exception as e:
-        raise UsageError(f"the Hub does not answer as it should: {type(e).__name__}", hint="hf auth login") from e
+        raise UsageError(
+            f"the Hub rejects the login or does not answer: {type(e).__name__}", hint="hf auth login"
+        ) from e
     return ""
 
 
@@ -276,15 +282,15 @@ def _s3(online: bool) -> str:  # noqa: FBT001
         remote = not online and any(n.startswith("AWS_CONTAINER_CREDENTIALS") for n in os.environ)
         found = None if remote else boto3.Session().get_credentials()
     except Exception as e:
-        raise UsageError(f"the settings of AWS cannot be used: {e}", hint="correct AWS_PROFILE or ~/.aws") from e
+        raise UsageError(f"the AWS settings are invalid: {e}", hint="correct AWS_PROFILE or ~/.aws") from e
     finally:
         if before is None:
             os.environ.pop("AWS_EC2_METADATA_DISABLED", None)
         else:
             os.environ["AWS_EC2_METADATA_DISABLED"] = before
     if remote:
-        return "credentials of a container; --online asks for them"
-    return f"a login is found ({found.method})" if found is not None else ""
+        return "container credentials (--online checks them)"
+    return f"login found ({found.method})" if found is not None else ""
 
 
 def _gs(online: bool) -> str:  # noqa: FBT001
@@ -295,16 +301,16 @@ def _gs(online: bool) -> str:  # noqa: FBT001
 
         return "logged in" if authorization("gs://") else "STORAGE_EMULATOR_HOST is set"
     held = [p for p in (named, f"{home}/application_default_credentials.json") if p and Path(p).is_file()]
-    return f"credentials are found: {held[0]}" if held else ""
+    return f"credentials found: {held[0]}" if held else ""
 
 
 def _az(online: bool) -> str:  # noqa: FBT001
-    del online  # a login of Azure is of one account, and proves itself with a place of it
+    del online  # an Azure login belongs to one account, and only a URL of that account proves it
     for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"):
         if os.environ.get(name):
             return f"{name} is set"
     if os.environ.get("AZURE_STORAGE_ACCOUNT") and (Path.home() / ".azure" / "azureProfile.json").is_file():
-        return "AZURE_STORAGE_ACCOUNT and a login of `az login` are found"
+        return "AZURE_STORAGE_ACCOUNT is set, `az login` found"
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.dtypes import CASTABLE
 from ckpttool.core.patterns import bounded, compile_pattern, pattern_hint
+from ckpttool.core.words import count
 from ckpttool.errors import UsageError
 from ckpttool.layout.names import split_numbers
 from ckpttool.quant.scheme import Form, Scheme, forms
@@ -171,6 +172,19 @@ class Keep:
         if template not in self._known:
             self._known[template] = self._preset.search(name) is not None
         return self._known[template]
+
+
+_REASONS = {"no Linear": "not Linear", "no float": "not floating-point", "source": "as in the source", "empty": "empty"}
+"""Reasons of ``Treated.why`` in words. Vectors are counted as such, and what presets and options keep as "by" these."""
+
+
+def kept_words(kept: Mapping[str, int]) -> str:
+    """``7 tensors kept in high precision: 5 vectors, 2 by preset``, most first. ``kept`` is reason -> tensors."""
+    each = [
+        count(n, "vector") if why == "vector" else f"{n:,} {_REASONS.get(why, f'by {why}')}"
+        for why, n in sorted(kept.items(), key=lambda item: -item[1])
+    ]
+    return f"{count(sum(kept.values()), 'tensor')} kept in high precision: {', '.join(each)}"
 
 
 def for_family(keep: Keep, scheme: Scheme | None, weights: Collection[Weight]) -> Keep:

@@ -20,8 +20,17 @@ _TITLES = {
 }
 
 
+def _verdict(health: MachineHealth) -> str:
+    """Ready or not; then what is slow, and what is optional and missing."""
+    by = {verdict: [p for p in health.points if p.verdict == verdict] for verdict in ("wrong", "slow", "missing")}
+    lines = [f"not ready: {p.text}" + (f"; {p.hint}" if p.hint else "") for p in by["wrong"]] or ["ready"]
+    lines += [f"slow: {', '.join(p.id for p in by['slow'])}"] if by["slow"] else []
+    lines += [f"optional, not set up: {', '.join(p.id for p in by['missing'])}"] if by["missing"] else []
+    return "\n".join(map(plain, lines))
+
+
 def document(health: MachineHealth, *, problems: bool = False) -> Document:
-    """Everything by topic; for people with ``problems`` only what is not ok."""
+    """The verdict, then each point by topic; with ``problems`` only the points that are not ok."""
 
     def json() -> dict[str, Any]:
         points = [{**p._asdict(), "hint": p.hint or None} for p in health.points]
@@ -31,10 +40,11 @@ def document(health: MachineHealth, *, problems: bool = False) -> Document:
     def sections() -> Iterator[Section]:
         shown = [p for p in health.points if not problems or p.verdict != "ok"]
         most = max((len(p.id) for p in shown), default=0)
+        yield Paragraph(_verdict(health), wrap=True)
         topic, hang = "", 13 + most
         for p in shown:
             if p.topic != topic:
-                yield Paragraph(("\n" if topic else "") + _TITLES[p.topic])
+                yield Paragraph("\n" + _TITLES[p.topic])
                 topic = p.topic
             yield Paragraph(f"  {p.verdict:7}  {p.id:{most}}  {plain(p.text)}", wrap=True, hang=hang)
             if p.hint:

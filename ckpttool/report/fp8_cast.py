@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Document, Message, Section
 from ckpttool.core.words import count, short
+from ckpttool.quant.keep import kept_words
 from ckpttool.report import target
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def _cast_json(prepared: Prepared) -> dict[str, Any]:
 
 
 def _summary(prepared: Prepared) -> str:
+    """What became of the weights, the bytes of the files before and after, and what was kept in high precision."""
     recoded = prepared.recoded
     if recoded is None:
         return ""
@@ -40,13 +42,12 @@ def _summary(prepared: Prepared) -> str:
     if recoded.quantized:
         parts.append(f"{count(recoded.quantized, 'weight')} quantized ({recoded.scheme})")
     if recoded.same:
-        parts.append(f"{count(recoded.same, 'weight')} already so")
+        parts.append(f"{count(recoded.same, 'weight')} already in this form")
     if recoded.dequantized:
         parts.append(f"{count(recoded.dequantized, 'weight')} dequantized to {recoded.dtype}")
-    if recoded.kept:
-        why = ", ".join(f"{n:,} {w}" for w, n in recoded.kept.items())
-        parts.append(f"{sum(recoded.kept.values()):,} kept ({why})")
-    return "; ".join(parts)
+    before, after = sum(f.size for f in prepared.source.catalog.files), prepared.plan.bytes_written
+    lines = [f"{', '.join(parts)}: {short(before)} -> {short(after)}"]
+    return "\n".join(lines + ([kept_words(recoded.kept)] if recoded.kept else []))
 
 
 def plan_document(prepared: Prepared, run: RunOptions) -> Document:
@@ -63,8 +64,6 @@ def plan_document(prepared: Prepared, run: RunOptions) -> Document:
 
     def sections() -> Iterator[Section]:
         yield Message(_summary(prepared))
-        before = sum(f.size for f in prepared.source.catalog.files)
-        yield Message(f"{short(before)} become {short(prepared.plan.bytes_written)}")
         yield from map(Message, target.share_lines(prepared.plan, run))
         yield target.files_table(prepared.plan)
 

@@ -19,7 +19,7 @@ import ssl
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.message import Message
 from http import HTTPStatus
@@ -145,7 +145,13 @@ class RefusedRedirectError(HttpError):
 
 
 class NoRangesError(HttpError):
-    """The server sends whole files where a range is asked for, each time."""
+    """The server sends no ranges of this file: always all of it, or compressed."""
+
+
+class WrongAnswerError(HttpError):
+    """Each answer broke the protocol, or was about other bytes than were asked for."""
+
+    hint = "the server, or a proxy before it, answers wrongly: download the file and give its path"
 
 
 class _OddError(Exception):
@@ -185,7 +191,9 @@ class _Call:
         """Its headers for the next try."""
         headers = {"User-Agent": f"ckpttool/{__version__}", "Accept-Encoding": "identity", **self.headers}
         if bad := next((n for n, v in headers.items() if not _VALUE.fullmatch(v)), None):
-            raise HttpError(f"what {bad} should say cannot be sent", self.url)  # Python's error would show it
+            raise HttpError(
+                f"the value of {bad} has characters that HTTP does not allow", self.url
+            )  # Python's error would show it
         if self.into is None:
             if self.body is not None:
                 headers["Content-Length"] = str(self.body.nbytes)
@@ -349,7 +357,7 @@ class Client:
             allowed = self._may_lead(call, named, url, here)
             if not _is_home(here, split(url)[0]):
                 headers = {k: v for k, v in headers.items() if k.lower() in _FOR_OTHERS}
-        what = f"there are more than {MAXREDIRECTS} redirects, from {named} and at last to {_address(url)}"
+        what = f"more than {MAXREDIRECTS} redirects, from {named}, the last one to {_address(url)}"
         raise RefusedRedirectError(what, call.url)
 
     def _may_lead(self, call: _Call, named: Host, url: str, here: Host | None = None) -> Collection[str]:
@@ -404,7 +412,7 @@ def _received(call: _Call, response: Any, url: str) -> Answer:
     """Read an answer. Raises ``_OddError``, ``_ShortError``, ChangedError, and what reading raises."""
     headers, status = response.headers, response.status
     if status < 200:  # the answer comes behind it, and must not be that of the next request
-        raise _OddError(f"answers {status}, and not with a final status")
+        raise _OddError(f"answers {status}, which is not a final status")
     length = _length(headers)
     if call.into is not None and status in (200, 206):
         return _range(call, response, length, url)
@@ -423,7 +431,7 @@ def _received(call: _Call, response: Any, url: str) -> Answer:
         raise _ShortError
     if body and headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         if status < 300:
-            raise HttpError("the server compresses what was to come as it is", url)
+            raise HttpError("the server sends a compressed answer where none was asked for", url)
         body.clear()
     return Answer(status, headers, bytes(body[:limit]), url, total)
 
@@ -432,7 +440,7 @@ def _range(call: _Call, response: Any, length: int | None, url: str) -> Answer:
     assert call.into is not None  # noqa: S101
     headers, start, stop = response.headers, call.start + call.got, call.start + len(call.into)
     if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
-        raise HttpError("the server compresses the file, so ranges of it cannot be read", url)
+        raise NoRangesError("the server compresses the file, so ranges of it cannot be read", url)
     total = _checked_range(headers, start, stop, length) if response.status == 206 else length
     if response.status == 200:
         total = call.total if length is None else length
@@ -458,11 +466,12 @@ def _checked_range(headers: Message, start: int, stop: int, length: int | None) 
     if not m or headers.get("Content-Type", "").lower().startswith("multipart/byteranges"):
         raise _OddError("does not say which range it sends")
     total = None if m[3] == "*" else int(m[3])
-    if (int(m[1]), int(m[2]) + 1) != (start, stop) or (length is not None and length != stop - start):
-        what = f"sends bytes {m[1]} to {m[2]}" + ("" if length is None else f" in {count(length, 'byte')}")
-        raise _OddError(f"{what}, asked for {start} to {stop - 1}")
+    if (int(m[1]), int(m[2]) + 1) != (start, stop):
+        raise _OddError(f"sends bytes {m[1]} to {m[2]} where {start} to {stop - 1} were asked for")
+    if length is not None and length != stop - start:
+        raise _OddError(f"sends {count(length, 'byte')} where {stop - start:,} were asked for")
     if total is not None and total < stop:
-        raise _OddError(f"sends bytes up to {stop} of a file of {total}")
+        raise _OddError(f"sends bytes {start} to {stop - 1} and says that the file has {count(total, 'byte')}")
     return total
 
 
@@ -475,7 +484,7 @@ def _check_same(call: _Call, answer: Answer) -> None:
     if call.if_match is None and call.modified is not None and modified != call.modified:
         raise ChangedError(f"the file has changed: on {modified}, not {call.modified}", call.url, answer)
     if call.total is not None and answer.total is not None and answer.total != call.total:
-        what = f"it has {count(answer.total, 'byte')}, not {call.total}"
+        what = f"it has {count(answer.total, 'byte')}, not {call.total:,}"
         raise ChangedError(f"the file has changed: {what}", call.url, answer)
 
 
@@ -483,6 +492,8 @@ def _accepted(call: _Call, answer: Answer) -> Answer:
     if call.into is None or answer.status in (200, 206):
         return answer
     if answer.status in (412, 416):
+        if answer.total is not None:
+            _check_same(replace(call, if_match=None, modified=None), answer)
         raise ChangedError(f"the file has changed: {_host(call)} answers {answer.named}", call.url, answer)
     raise HttpError(f"{_host(call)} answers {answer.named}", call.url, answer)
 
@@ -502,13 +513,13 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
         text = f"the certificate of {host} is not trusted: {e.verify_message}"
         raise HttpError(text, call.url, number=errno.EACCES) from None
     if isinstance(e, UnicodeError):
-        raise HttpError(f"{host} is not the name of a host", call.url) from None
+        raise HttpError(f"{host} is not a host name", call.url) from None
     if isinstance(e, UnknownHostError):
-        what = f"no address is found for {host}: check the name and the network"
+        what = f"no address found for {host}: check the name and the network"
     elif isinstance(e, _OddError):
         what = f"{host} {e}"
     elif _is_cut(e):
-        what = f"{host} breaks off before the end of its answer"
+        what = f"{host} closed the connection before the end of its answer"
     elif isinstance(e, HTTPException | ValueError):  # a size of a chunk that is none, say
         what = f"{host} does not answer in HTTP"
     elif isinstance(e, ConnectionRefusedError):
@@ -516,10 +527,11 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
     elif isinstance(e, TimeoutError):
         what, number = f"{host} does not answer in time", errno.ETIMEDOUT
     elif isinstance(e, ssl.SSLError):
-        what = f"there is no TLS connection to {host}: {e.reason or 'it breaks off'}"
+        what = f"TLS connection to {host} failed: {e.reason or 'it was closed'}"
     else:
         what = f"{host} cannot be reached: {e.strerror if isinstance(e, OSError) and e.strerror else e}"
-    return (NoRangesError if isinstance(e, _WholeError) else HttpError)(what, call.url, number=number)
+    kinds = ((_WholeError, NoRangesError), (_OddError, WrongAnswerError), (BaseException, HttpError))
+    return next(error for kind, error in kinds if isinstance(e, kind))(what, call.url, number=number)
 
 
 def _is_cut(e: BaseException) -> bool:
@@ -551,7 +563,7 @@ def _length(headers: Message) -> int | None:
     said = {v.strip() for v in headers.get_all("Content-Length") or []}
     codings = [v.strip().lower() for v in headers.get_all("Transfer-Encoding") or []]
     if codings not in ([], ["chunked"]):  # Python's client would take its framing for bytes of the file
-        raise _OddError("sends its answer in another form than was asked for")
+        raise _OddError("sends its answer in a transfer encoding that was not asked for")
     if not said or codings:
         return None
     (text, *more) = said

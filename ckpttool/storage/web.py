@@ -365,10 +365,9 @@ def _explain(place: WebPlace, e: HttpError) -> NoReturn:
         raise place.error(errno.ENOENT) from None
     if isinstance(e, ChangedError):
         what = e.strerror or "the file has changed"
-        raise CorruptError(what, where=str(place), hint="repeat the command") from None
+        raise CorruptError(what, where=str(place), hint=f"repeat the command; if it fails again, {_DOWNLOAD}") from None
     if isinstance(e, NoRangesError):
-        what = f"{split(place.url)[0]} sends whole files only, and this one is too large to be read like that"
-        raise UnsupportedError(what, where=str(place), hint=_DOWNLOAD) from None
+        raise UnsupportedError(e.strerror or "the server sends no ranges", where=str(place), hint=_DOWNLOAD) from None
     hint = e.hint or "check the URL, the network and the proxy (HTTPS_PROXY)"
     if e.status in _NO_ENTRY:
         hint = _LOG_IN
@@ -377,7 +376,7 @@ def _explain(place: WebPlace, e: HttpError) -> NoReturn:
     raise AccessError(f"the file cannot be reached: {e.strerror}", where=str(place), hint=hint) from None
 
 
-_LOG_IN = "the URL may need a login (in ~/.netrc: machine HOST login NAME password ...), or a signature that is new"
+_LOG_IN = "the URL may need a login (in ~/.netrc: machine HOST login NAME password ...) or a fresh signature"
 _DOWNLOAD = "download the file and give its path"
 
 

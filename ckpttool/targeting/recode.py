@@ -40,7 +40,7 @@ from ckpttool.quant.config import (
     with_fields,
     without,
 )
-from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, treat
+from ckpttool.quant.keep import Keep, Treated, Weight, for_family, is_conv1d, kept_words, treat
 from ckpttool.quant.scheme import METHODS, Form, Scheme, check_together, scheme
 from ckpttool.targeting.components import run_names
 from ckpttool.targeting.lacking import lacking
@@ -238,9 +238,9 @@ class _Recoder:
             self._one(treated, codes.weights.get(weight), view, out)
         if self.scheme is not None and not out.quantized and not out.same:
             raise UsageError(
-                "there is nothing to quantize: every tensor stays as it is",
+                "nothing to quantize: every tensor stays as it is",
                 where=str(self.source.path),
-                hint="they stay because: " + ", ".join(f"{why} ({n})" for why, n in out.kept.items()),
+                hint=kept_words(out.kept),
             )
         out.checkpoint = self._checkpoint(out, codes, gone, [w.name for w in weights])
         return out

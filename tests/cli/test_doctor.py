@@ -37,7 +37,7 @@ def test_a_directory_of_this_machine(tmp_path: Path) -> None:
     code, found = points(tmp_path)
     assert code == 0
     assert found["space"]["verdict"] == "ok"
-    assert found["locks"]["text"] == "two runs to one DST are kept apart"
+    assert found["locks"]["text"] == "concurrent runs to the same DST are blocked"
     assert found["cores"]["verdict"] in ("ok", "slow")
 
 
@@ -50,8 +50,8 @@ def test_a_directory_that_is_to_be_made(tmp_path: Path) -> None:
 
 def test_lines_and_what_quiet_leaves_out(tmp_path: Path) -> None:
     lines = ckpttool("doctor", tmp_path).out.splitlines()
-    assert lines[0] == "Where files go"
-    assert "  ok       locks               two runs to one DST are kept apart" in lines
+    assert lines[0] == "ready"
+    assert "  ok       locks               concurrent runs to the same DST are blocked" in lines
     quiet = ckpttool("doctor", tmp_path, "-q").out
     assert "  ok " not in quiet
 
@@ -61,7 +61,10 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(probes, "look_at", lambda _: there)
     code, found = points(tmp_path)
     assert code == 3
-    assert found["writing"]["text"] == "nothing can be written: Read-only file system"
+    assert found["writing"]["text"] == "not writable: Read-only file system"
+    assert ckpttool("doctor", tmp_path).out.startswith(
+        "not ready: not writable: Read-only file system; reading works; choose another directory for DST\n"
+    )
     assert "locks" not in found
 
 
@@ -95,6 +98,8 @@ def test_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "_there", lambda module: module == "huggingface_hub")
     code, found = points(tmp_path)
     assert code == 0
+    said = ckpttool("doctor", tmp_path).out.splitlines()
+    assert any(line.startswith("optional, not set up: ") and "boto3" in line for line in said[:3])
     assert found["boto3"]["hint"] == "pip install 'ckpttool[remote]'"
     assert "s3" not in found
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "xxhash" else "1")
@@ -118,7 +123,7 @@ def test_logins_are_found_without_a_network(tmp_path: Path, monkeypatch: pytest.
 def test_a_place_elsewhere_is_asked_only_online() -> None:
     code, found = points("hf://nobody/nothing")
     assert code == 0
-    assert found["place"]["text"] == "hf://nobody/nothing: not asked; --online asks"
+    assert found["place"]["text"] == "hf://nobody/nothing: not checked (--online does)"
 
 
 def test_modules_of_clouds_are_named_as_they_are_imported() -> None:

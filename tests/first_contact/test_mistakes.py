@@ -91,7 +91,7 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
     "an option without its value": ("reshard a b --tp-out", ("--tp-out needs a value",)),
     "a glob that the shell expanded": ("reshard a b c d e f", ("c d e ...", "given by its directory", "quoted")),
     "a variable that is not set": ("reshard '' b", ("a path is empty", "variable")),
-    "a device's memory without a unit": ("fp8-size {LLAMA} --device-mem 80", ("80 bytes", "80GB")),
+    "a device's memory without a unit": ("fp8-size {LLAMA} --device-mem 80", ("80 has no unit", "80GB")),
     "a size of another world": ("reshard {LLAMA} o --memory 99999999TB", ("larger than any file",)),
     "ranks without end": ("reshard {LLAMA} o --ranks-out 0-9999999999", ("not a list of numbers", "0-3,7")),
     "a layout as a range": ("reshard {LLAMA} o --pp-layout 2-2", ("not a list of numbers", "10,11,11")),

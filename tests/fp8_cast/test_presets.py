@@ -76,5 +76,5 @@ def test_a_cast_of_a_cast_changes_nothing(recipe: tuple[str, ...], tmp_path: Pat
     first = ckpttool("fp8-cast", source, tmp_path / "one", "--recipe", *recipe)
     assert "1 weight quantized" in first.err
     second = ckpttool("fp8-cast", tmp_path / "one", tmp_path / "two", "--recipe", *recipe)
-    assert "1 weight already so" in second.err
+    assert "1 weight already in this form" in second.err
     assert_same(read_all(tmp_path / "two"), read_all(tmp_path / "one"))

@@ -100,12 +100,12 @@ def test_quantized_anew(name: str, case: Case, tmp_path: Path) -> None:
 
 def test_what_has_the_form_already_is_copied(tmp_path: Path) -> None:
     done = cast(FORMATS / "deepseek_fp8", tmp_path / "dst", "--recipe", "block", "--verify")
-    assert "3 weights already so" in done.err
+    assert "3 weights already in this form" in done.err
     assert_same(read_all(tmp_path / "dst"), read_all(FORMATS / "deepseek_fp8"))
     for method, recipe in (("modelopt", "tensor"), ("modelopt", "nvfp4"), ("compressed-tensors", "mxfp4")):
         words = ["--recipe", recipe, "--quant-method", method, "--keep", "*gate.weight"]
         cast(FORMATS / "bf16_src", tmp_path / recipe, *words)
-        assert "2 weights already so" in cast(tmp_path / recipe, tmp_path / f"{recipe}2", *words[:4]).err
+        assert "2 weights already in this form" in cast(tmp_path / recipe, tmp_path / f"{recipe}2", *words[:4]).err
         assert_same(read_all(tmp_path / f"{recipe}2"), read_all(tmp_path / recipe))
     answer = json.loads(cast(FORMATS / "deepseek_fp8", tmp_path / "again", "--json", "--edge", "ceil").out)
     assert (answer["same"], answer["quantized"], answer["dequantized"]) == (3, 0, 0)
@@ -329,7 +329,7 @@ def test_nothing_to_do(tmp_path: Path) -> None:
     assert "nothing to dequantize" in error
     error = refused("fp8-cast", source, tmp_path / "dst", "--keep", "*", code=2)
     assert "nothing to quantize" in error
-    assert "--keep (" in error
+    assert "9 by --keep" in error
 
 
 # -- options

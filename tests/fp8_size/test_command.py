@@ -307,7 +307,7 @@ def test_static_activations_have_a_scale_each(llama: Path) -> None:
         (("--zero", 1), "--zero has no effect without --train"),
         (("--fp8-transposed",), "--fp8-transposed has no effect without --train"),
         (("--train", "--recipe", "bf16", "--fp8-transposed"), "has no effect with recipe bf16"),
-        (("--train", "--kv", "bf16"), "ask twice"),
+        (("--train", "--kv", "bf16"), "once for each"),
         (("--vocab-pad", 128), "--vocab-pad has no effect"),
         (("--ep-out", 2), "no experts"),
         (("--check-total-size",), "SRC is a config"),
@@ -363,7 +363,7 @@ def test_training_has_no_blocks_to_tear(tmp_path: Path) -> None:
 
 
 def test_devices_that_are_too_small(llama: Path) -> None:
-    data = size_of(llama, "--device-mem", "1MB", code=3)
+    data = size_of(llama, "--device-mem", "1MB", "--utilization", 1, code=3)
     held = data["ranks"]["groups"][0]["bytes"]
     fit = data["fit"]
     assert [r["options"] for r in fit.pop("would_fit")]
@@ -371,16 +371,21 @@ def test_devices_that_are_too_small(llama: Path) -> None:
         "rank": 0,
         "needed": held,
         "memory": 10**6,
+        "budget_bytes": 10**6,
+        "utilization": 1.0,
+        "gpus": 1,
         "tokens": None,
         "device": "",
         "ok": False,
         "left": 10**6 - held,
     }
-    assert size_of(llama, "--device-mem", held)["fit"]["left"] == 0
-    kv = size_of(llama, "--device-mem", held + 1000 * 1024, "--kv", "bf16", "--tokens", 1000)
+    whole = ("--utilization", 1)
+    assert size_of(llama, "--device-mem", held, *whole)["fit"]["left"] == 0
+    cache = ("--kv", "bf16", "--tokens", 1000)
+    kv = size_of(llama, "--device-mem", held + 1000 * 1024, *whole, *cache)
     assert kv["kv"]["bytes_per_token"] == 2 * 2 * 2 * 64 * 2 == 1024
     assert (kv["fit"]["left"], kv["fit"]["tokens"]) == (0, 1000)
-    assert not size_of(llama, "--device-mem", held + 999 * 1024, "--kv", "bf16", "--tokens", 1000, code=3)["fit"]["ok"]
+    assert not size_of(llama, "--device-mem", held + 999 * 1024, *whole, *cache, code=3)["fit"]["ok"]
     assert size_of(llama, "--train", "--device-mem", "100MB")["fit"]["ok"]
 
 
@@ -389,7 +394,7 @@ def test_the_most_loaded_rank_counts(llama: Path) -> None:
     sizes = [g["bytes"] for g in data["ranks"]["groups"]]
     assert data["fit"]["needed"] == max(sizes)
     assert data["ranks"]["most_loaded"] == 1
-    assert data["not_modelled"] == ["activations", "CUDA graphs", "the allocator's gaps", "NCCL buffers"]
+    assert data["not_modelled"] == ["activations", "CUDA graphs", "allocator fragmentation", "NCCL buffers"]
 
 
 def indexed(folder: Path, total: float, **tensors: np.ndarray[Any, Any]) -> Path:
@@ -459,6 +464,9 @@ def test_json(llama: Path) -> None:
         "dtypes",
         "classes",
         "disk",
+        "fits",
+        "budget_bytes",
+        "gpu_choices",
         "ranks",
         "kv",
         "fit",
@@ -529,11 +537,16 @@ def verdict(src: Path, *options: object, code: int) -> list[str]:
 
 
 def test_the_verdict_comes_first(llama: Path) -> None:
-    assert verdict(llama, "--gpu", "H100", code=0)[0].startswith("fits on H100 80 GB: rank 0 needs ")
+    needed = size_of(llama, "--gpu", "H100")["fit"]["needed"]
+    memory = 81_559 * 2**20
+    budget = memory * 9 // 10
+    (fits,) = verdict(llama, "--gpu", "H100", "--unit", "B", code=0)
+    sizes = f"{needed:,} of {budget:,} bytes on one GPU (H100: {memory:,} bytes x 0.9)"
+    assert fits == f"fits: {sizes}, {budget - needed:,} bytes left"
     held = size_of(llama, "--recipe", "bf16", "--tp-out", 1)["ranks"]["groups"][0]["bytes"]
-    no = verdict(llama, "--recipe", "bf16", "--device-mem", held - 1, code=3)
-    assert no[0].startswith("does not fit: rank 0 needs ")
-    assert any(line.startswith("would fit: --tp-out 2 (") for line in no)
+    no = verdict(llama, "--recipe", "bf16", "--device-mem", held - 1, "--utilization", 1, code=3)
+    assert no[0].startswith(f"does not fit: needs 1 byte more on one GPU: {held:,} of {held - 1:,} bytes (")
+    assert no[1].startswith("would fit: --tp-out 2 (")
 
 
 @pytest.mark.parametrize("tokens", ["32768", "32k", "32K", "32,768", "32_768", "0.03125m"])
@@ -551,12 +564,12 @@ def test_what_would_fit_does(llama: Path) -> None:
     """Each remedy, given as options, makes the command succeed; the next milder value of its kind does not."""
     asked: list[object] = ["--recipe", "bf16", "--kv", "bf16", "--tokens", "64k", "--batch", 2]
     data = size_of(llama, *asked, "--gpu", "h100")
-    device = ("--device-mem", int(data["fit"]["needed"] * 0.7))
+    device = ("--utilization", 1, "--device-mem", int(data["fit"]["needed"] * 0.7))
     found = size_of(llama, *asked, *device, code=3)["fit"]["would_fit"]
     assert {r["options"].split()[0] for r in found} >= {"--tp-out", "--kv", "--tokens"}
     for remedy in found:
         again = size_of(llama, *asked, *remedy["options"].split(), *device)
-        assert again["fit"]["needed"] == remedy["needed"] <= device[1]
+        assert again["fit"]["needed"] == remedy["needed"] <= device[-1]
     tokens = next(int(r["options"].split()[1]) for r in found if r["options"].startswith("--tokens"))
     size_of(llama, *asked, "--tokens", tokens + 1, *device, code=3)
 
@@ -565,17 +578,18 @@ def test_remedies_together(llama: Path) -> None:
     """Where no change alone is enough, the mildest that are enough together."""
     asked = ("--recipe", "bf16", "--kv", "bf16", "--tokens", "64k")
     least = size_of(llama, *asked, "--tp-out", 2, "--recipe", "mxfp4", "--kv", "fp8", "--gpu", "h100")["fit"]["needed"]
-    found = size_of(llama, *asked, "--device-mem", least + 1000, code=3)["fit"]["would_fit"]
+    device = ("--utilization", 1, "--device-mem", least + 1000)
+    found = size_of(llama, *asked, *device, code=3)["fit"]["would_fit"]
     (remedy,) = [r for r in found if not r["options"].startswith("--tokens")]
     options = remedy["options"].split()
     assert {"--tp-out", "--recipe", "--kv"} <= {*options}
-    assert size_of(llama, *asked, *options, "--device-mem", least + 1000)["fit"]["needed"] == remedy["needed"]
+    assert size_of(llama, *asked, *options, *device)["fit"]["needed"] == remedy["needed"]
 
 
 def test_remedies_of_training(llama: Path) -> None:
     asked = ("--recipe", "bf16", "--train", "--dp", 8)
     needed = size_of(llama, *asked, "--gpu", "h100")["fit"]["needed"]
-    found = size_of(llama, *asked, "--device-mem", int(needed * 0.9), code=3)["fit"]["would_fit"]
+    found = size_of(llama, *asked, "--device-mem", needed, code=3)["fit"]["would_fit"]
     assert [r["options"] for r in found] == ["--tp-out 2", "--zero 2"]
 
 

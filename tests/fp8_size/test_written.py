@@ -65,6 +65,6 @@ def test_nothing_to_quantize(tmp_path: Path, options: str) -> None:
     done = ckpttool("fp8-cast", source, tmp_path / "out", *options.split())
     said = ckpttool("fp8-size", source, *options.split())
     assert (done.code, said.code, said.out) == (2, 2, "")
-    what = "error: there is nothing to quantize: every tensor stays as it is\n"
+    what = "error: nothing to quantize: every tensor stays as it is\n"
     assert done.err.startswith(what)
     assert said.err.startswith(what)

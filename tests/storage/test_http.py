@@ -180,7 +180,7 @@ def test_waits_grow_and_differ(server: WebServer) -> None:
         clock = Fast()
         client = Client(clock=clock)
         client._connections._near[split(server.url)[0][1:]] = "loopback"
-        with pytest.raises(HttpError, match="breaks off"):
+        with pytest.raises(HttpError, match="closed the connection"):
             get(client, f"{server.url}/f", 0, 1)
         waits.append(clock.slept)
     assert len({w[0] for w in waits}) == 8
@@ -307,7 +307,7 @@ def test_a_server_that_lies_is_an_error(server: WebServer, client: Client, fault
 
 def test_a_length_that_never_comes_is_an_error(server: WebServer, client: Client) -> None:
     server.on("/f", cut(2000))
-    with pytest.raises(HttpError, match=r"breaks off before the end of its answer \(10 tries"):
+    with pytest.raises(HttpError, match=r"closed the connection before the end of its answer \(10 tries"):
         get(client, f"{server.url}/f")
 
 
@@ -336,7 +336,7 @@ def test_a_compressed_file_is_refused(server: WebServer, client: Client) -> None
     server.on("/f", changed(Content_Encoding="gzip"))
     with pytest.raises(HttpError, match="compresses"):
         get(client, f"{server.url}/f")
-    with pytest.raises(HttpError, match="compresses"):
+    with pytest.raises(HttpError, match="sends a compressed answer"):
         client.request("GET", f"{server.url}/f")
     assert server.count() == 2
 
@@ -440,7 +440,7 @@ def test_bodies_are_sent_whole_each_time(server: WebServer, client: Client) -> N
 def test_posts_are_not_repeated(server: WebServer, client: Client) -> None:
     client.request("HEAD", f"{server.url}/small")  # a connection that was used is no reason
     server.on("/p", reset, times=1)
-    with pytest.raises(HttpError, match="breaks off"):
+    with pytest.raises(HttpError, match="closed the connection"):
         client.request("POST", f"{server.url}/p", body=b"x")
     server.on("/p", status(500), times=1)
     assert client.request("POST", f"{server.url}/p", body=b"x").status == 500
@@ -521,10 +521,10 @@ def test_a_host_that_was_never_there_gets_a_few_tries(client: Client, clock: Fas
 def test_a_name_without_an_address(client: Client) -> None:
     with (
         patch("ckpttool.storage.network.getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")),
-        pytest.raises(HttpError, match=r"no address is found for nowhere\.example: check the name and the network"),
+        pytest.raises(HttpError, match=r"no address found for nowhere\.example: check the name and the network"),
     ):
         get(client, "https://nowhere.example/f")
-    with pytest.raises(HttpError, match="not the name of a host"):
+    with pytest.raises(HttpError, match="is not a host name"):
         get(client, f"https://{'a' * 70}.example/f")
 
 
@@ -573,7 +573,7 @@ def test_redirects_in_utf8(server: WebServer, client: Client) -> None:
 
 @pytest.mark.parametrize("token", [f"{SECRET}\r\nX: y", f"{SECRET}\n", f"{SECRET}\u20ac", f"{SECRET}\0"])
 def test_headers_that_cannot_be_sent_are_not_shown(server: WebServer, client: Client, token: str) -> None:
-    with pytest.raises(HttpError, match="what Authorization should say cannot be sent") as e:
+    with pytest.raises(HttpError, match="the value of Authorization has characters") as e:
         client.request("GET", f"{server.url}/f", headers={"Authorization": token})
     assert SECRET not in f"{e.value} {e.value!r}"
     assert e.value.__suppress_context__ or e.value.__context__ is None

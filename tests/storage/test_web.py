@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 import ckpttool as library
 from ckpttool.core.files import DataFile
-from ckpttool.errors import AccessError, CorruptError, UnsupportedError, UsageError
+from ckpttool.errors import AccessError, CkptError, CorruptError, UnsupportedError, UsageError
 from ckpttool.execute import worker_pool
 from ckpttool.execute.compute_worker import ComputeJob
 from ckpttool.storage import caches, http, web
@@ -243,9 +244,32 @@ def test_servers_that_answer_no_head(server: WebServer, code: int) -> None:
 def test_servers_that_send_no_ranges(server: WebServer) -> None:
     server.ranges = False
     assert json.loads(read_all(at(server, "m/config.json"))) == MODEL["config.json"]
-    with pytest.raises(UnsupportedError, match="sends whole files only") as e:
+    with pytest.raises(UnsupportedError, match="sends the whole file where a range was asked for") as e:
         at(server, "large").open_file().pread(10, 5)
     assert "download the file and give its path" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        ({"Content_Encoding": "gzip"}, UnsupportedError, "the server compresses the file"),
+        ({"Content_Range": "bytes 8-17/400000"}, AccessError, "sends bytes 8 to 17 where 0 to 9 were asked for"),
+        ({"Content_Range": "bytes 0-9/7"}, AccessError, "sends bytes 0 to 9 and says that the file has 7 bytes"),
+        ({"Content_Range": "bytes 0-9/400007"}, CorruptError, "it has 400,007 bytes, not 400,000"),
+        ({"ETag": '"other"'}, CorruptError, 'its ETag is "other"'),
+    ],
+    ids=["compressed", "other bytes", "a file too small", "another size", "another tag"],
+)
+def test_answers_of_a_server_that_will_not_do_better(
+    server: WebServer, fault: dict[str, str], error: type[CkptError], said: str
+) -> None:
+    """Repeating the command, or looking at the network, would not help: the hint says what does."""
+    file = at(server, "large").open_file()
+    server.on("/large", lambda _, r: r.but(**fault))
+    with pytest.raises(error, match=re.escape(said)) as e:
+        file.pread(10, 0)
+    assert "download the file and give its path" in (e.value.hint or "")
+    assert "HTTPS_PROXY" not in str(e.value)
 
 
 @pytest.mark.parametrize("code", [401, 403, 429, 500, 503])

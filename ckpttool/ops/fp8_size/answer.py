@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.answers.index_checks import explain_total
 from ckpttool.checkpoint import OpenOptions
@@ -15,9 +17,9 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.formats.hf import indexes_of
 from ckpttool.layout.shapes import check_sizes
 from ckpttool.ops.fp8_size.cache import KvCache, cache_of
-from ckpttool.ops.fp8_size.devices import Device
+from ckpttool.ops.fp8_size.devices import COMMON, Device
 from ckpttool.ops.fp8_size.model import SizedModel, load
-from ckpttool.ops.fp8_size.resident import RankLoads, partition
+from ckpttool.ops.fp8_size.resident import RankLoads, partition, tensor_parallel_loads
 from ckpttool.ops.fp8_size.stored import Applied, Disk, WantedRecipe, apply, on_disk
 from ckpttool.ops.fp8_size.training import TrainingSetup, training_of
 from ckpttool.storage.listing import list_source
@@ -25,8 +27,10 @@ from ckpttool.storage.place import parse_place
 
 BY = ("class", "dtype", "module", "tensor")
 """What --by may say."""
-NOT_MODELLED = ("activations", "CUDA graphs", "the allocator's gaps", "NCCL buffers")
-"""Parts of a device's memory that no number here contains."""
+NOT_MODELLED = ("activations", "CUDA graphs", "allocator fragmentation", "NCCL buffers")
+"""Uses of a device's memory that no number here contains; what --utilization leaves is for them."""
+UTILIZATION = 0.9
+"""The default share of a device's memory for what is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Question:
     fp8_transposed: bool = False
     device: Device | None = None
     """The device whose memory must suffice; without a label where only its size is given."""
+    utilization: float | None = None
+    """Share of the device's memory for weights, cache and training states; the rest is for ``NOT_MODELLED``."""
     check_total_size: bool = False
 
     @property
@@ -67,11 +73,17 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """The most loaded rank against the memory of a device."""
+    """The most loaded rank against its share of the memory of a device."""
 
     rank: int
     needed: int
     memory: int
+    """Bytes of the whole device."""
+    utilization: float
+    gpus: int
+    """Devices of the deployment, or of one training run."""
+    even: bool
+    """Every rank needs as much."""
     tokens: int | None = None
     """Tokens whose keys and values fit into the memory left on that rank, in layers that keep all; None without --kv,
     and where no layer keeps any."""
@@ -79,8 +91,27 @@ class DeviceFit:
     """Its label; "" where only its memory is given."""
 
     @property
+    def budget(self) -> int:
+        """Bytes of the device that the rank may use."""
+        return budget(self.memory, self.utilization)
+
+    @property
     def ok(self) -> bool:
-        return self.needed <= self.memory
+        return self.needed <= self.budget
+
+
+def budget(memory: int, utilization: float = UTILIZATION) -> int:
+    """``utilization`` of ``memory`` in whole bytes: 0.9 is nine tenths, and not the nearest binary number."""
+    return int(Fraction(str(utilization)) * memory)
+
+
+class GpuChoice(NamedTuple):
+    """A common GPU that has room, where no device was given."""
+
+    device: Device
+    gpus: int
+    needed: int
+    """Bytes on the most loaded of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +146,24 @@ class SizeReport:
     applied: Applied
     disk: Disk
     ranks: RankLoads | None = None
+    """None when no rank was asked for."""
     cache: KvCache | None = None
     training: TrainingSetup | None = None
     fit: DeviceFit | None = None
     remedies: list[Remedy] = field(default_factory=list)
     """What would fit, where it does not."""
+    choices: list[GpuChoice] = field(default_factory=list)
+    """Where no device was given: common GPUs with room for the ranks, or, with no ranks either, for the weights."""
+    needed: list[int] = field(default_factory=list)
+    """Bytes that each rank needs: weights and cache, or the states of training; empty when no rank was asked for."""
     total_size: TotalSize | None = None
     not_modelled: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has room; None when none was given, or when nothing can be said about its memory."""
+        return None if self.fit is None else self.fit.ok and not (self.ranks and self.ranks.misfits)
 
     @property
     def ok(self) -> bool:
@@ -158,6 +199,9 @@ def _sizes(model: SizedModel, question: Question) -> SizeReport:
         out.total_size = _total_size(model)
     if question.per_rank:
         _ranks(out, question)
+    elif not question.check_total_size:
+        with suppress(CkptError):  # a config without the sizes that ranks need is sized as a whole
+            out.choices = list(_gpus_for_weights(out))
     return out
 
 
@@ -169,14 +213,17 @@ def _sensible(question: Question) -> None:
     needs: tuple[tuple[str, object, Mapping[str, object]], ...] = (
         ("--kv", q.kv, {"--tokens": q.tokens, "--batch": q.batch, "--max-model-len": q.max_model_len}),
         ("--train", q.train, training),
-        ("--tp-out, --kv, --train, --gpu or --device-mem", q.per_rank, {"--vocab-pad": q.vocab_pad}),
+        ("--tp-out, --kv, --train or --gpu", q.per_rank, {"--vocab-pad": q.vocab_pad}),
+        ("--gpu", q.device, {"--utilization": q.utilization}),
     )
     for needed, there, options in needs:
         for option, value in options.items():
             if value is not None and not there:
                 raise UsageError(f"{option} has no effect without {needed}", hint=f"also pass {needed}")
+    if q.utilization is not None and not 0 < q.utilization <= 1:
+        raise UsageError(f"--utilization {q.utilization:g} is not a share", hint="more than 0, at most 1; default: 0.9")
     if q.kv and q.train:
-        raise UsageError("--kv is for serving and --train for training", hint="ask twice")
+        raise UsageError("--kv is for serving and --train for training", hint="run the command once for each")
     if q.tokens is None and (q.batch is not None or q.max_model_len is not None):
         option = "--batch" if q.batch is not None else "--max-model-len"
         raise UsageError(f"{option} has no effect without --tokens", hint="--tokens N: how many a sequence has")
@@ -220,8 +267,24 @@ def _ranks(out: SizeReport, q: Question) -> None:
             transposed=q.fp8_transposed,
         )
     out.not_modelled = NOT_MODELLED
-    if q.device and ranks.held:
-        out.fit = _fit(out, q.device)
+    if not ranks.held:
+        return
+    needed = out.needed = _needed(out)
+    if q.device:
+        share = UTILIZATION if q.utilization is None else q.utilization
+        out.fit = _fit(out, q.device, share, mesh.world if not q.train else mesh.tp * mesh.pp * (q.dp or 1))
+    elif not ranks.misfits:
+        out.choices = [GpuChoice(d, len(needed), max(needed)) for d in COMMON if max(needed) <= budget(d.memory)]
+
+
+def _gpus_for_weights(out: SizeReport) -> Iterator[GpuChoice]:
+    """For each common GPU the fewest of 1, 2, 4 or 8 that have room for the weights, cut by tensor parallelism."""
+    check_sizes(out.model.family, out.model.config)
+    loads = tensor_parallel_loads(out.model, out.applied, (1, 2, 4, 8), 64)
+    for device in COMMON:
+        room = budget(device.memory)
+        if found := next(((n, size) for n, size in loads.items() if size <= room), None):
+            yield GpuChoice(device, *found)
 
 
 def _remedies(out: SizeReport, question: Question) -> Iterator[Remedy]:
@@ -278,22 +341,34 @@ def _remedy(model: SizedModel, question: Question, changes: Mapping[str, str | i
     return Remedy(" ".join(f"{o} {v}" for o, v in changes.items()), tried.fit.needed)
 
 
-def _fit(out: SizeReport, device: Device) -> DeviceFit:
-    ranks, cache, memory = out.ranks, out.cache, device.memory
+def _needed(out: SizeReport) -> list[int]:
+    """Bytes by rank: weights and cache, or the states of training."""
     if out.training is not None:
-        most = out.training.most
-        return DeviceFit(most, out.training.held[most].nbytes, memory, device=device.label)
-    assert ranks is not None  # noqa: S101 - the caller made them
-    stages = [at.pp for at in ranks.mesh.all_coords()]
-    needed = [w.nbytes + (cache.needed(stage) if cache else 0) for w, stage in zip(ranks.held, stages, strict=True)]
-    most = needed.index(max(needed))
-    if cache is None:
-        return DeviceFit(most, needed[most], memory, device=device.label)
+        return [state.nbytes for state in out.training.held]
+    assert out.ranks is not None  # noqa: S101 - the caller made them
+    cache = out.cache
+    stages = [at.pp for at in out.ranks.mesh.all_coords()]
+    return [w.nbytes + (cache.needed(s) if cache else 0) for w, s in zip(out.ranks.held, stages, strict=True)]
+
+
+def _fit(out: SizeReport, device: Device, utilization: float, gpus: int) -> DeviceFit:
     rooms = []
-    for w, stage in zip(ranks.held, stages, strict=True):
-        if token := sum(layer.token for layer in cache.kept[stage]):
-            rooms.append(max(0, memory - w.nbytes - cache.states(stage)) // token)
-    return DeviceFit(most, needed[most], memory, min(rooms, default=None), device.label)
+    if out.cache is not None and out.ranks is not None:
+        memory, cache = budget(device.memory, utilization), out.cache
+        for w, at in zip(out.ranks.held, out.ranks.mesh.all_coords(), strict=True):
+            if token := sum(layer.token for layer in cache.kept[at.pp]):
+                rooms.append(max(0, memory - w.nbytes - cache.states(at.pp)) // token)
+    most = max(out.needed)
+    return DeviceFit(
+        out.needed.index(most),
+        most,
+        device.memory,
+        utilization,
+        gpus,
+        even=min(out.needed) == most,
+        tokens=min(rooms, default=None),
+        device=device.label,
+    )
 
 
 def _total_size(model: SizedModel) -> TotalSize:

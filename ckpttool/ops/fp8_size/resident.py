@@ -135,6 +135,24 @@ def partition(
     return out
 
 
+def tensor_parallel_loads(
+    model: SizedModel, applied: Applied, sizes: Iterable[int], vocab_multiple: int
+) -> dict[int, int]:
+    """Bytes of weights on the fullest rank by tensor-parallel size, for the sizes with which an engine can cut them."""
+    if model.packing is not None and model.packing.why:
+        return {1: applied.total.nbytes}
+    try:
+        kinds = _kinds(model, applied, Mesh(tp=2, etp=2))
+    except LayoutError:  # no rules: one rank holds everything
+        kinds, sizes = _kinds(model, applied, Mesh()), (1,)
+    out = {}
+    for n in sizes:
+        cutting = PartitionContext(Mesh(tp=n, etp=n), model.family.sizes, vocab_multiple=vocab_multiple)
+        if not _misfits(kinds, cutting, blocks=n > 1):
+            out[n] = max(w.nbytes for w in _held(kinds, cutting))
+    return out
+
+
 def _kinds(model: SizedModel, applied: Applied, mesh: Mesh) -> _Counted:
     """Tensors by kind. Raises LayoutError for one that has no rule and has to be cut."""
     family = model.family

@@ -20,7 +20,7 @@ from ckpttool.ops.fp8_size.coding import Coding, of_coded, of_scheme
 from ckpttool.ops.fp8_size.model import CONFIG_ALONE, SizedModel, SizedTensor
 from ckpttool.ops.fp8_size.names import CLASSES, class_of, module_of
 from ckpttool.quant.config import config_scheme, section
-from ckpttool.quant.keep import Keep, Treated, Weight, for_family, treat
+from ckpttool.quant.keep import Keep, Treated, Weight, for_family, kept_words, treat
 from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
 
 AS_IS, PLAIN = "as-is", "bf16"
@@ -253,10 +253,9 @@ def _something(model: SizedModel, groups: Iterable[WeightGroup]) -> None:
             return
         kept[g.why] = kept.get(g.why, 0) + len(g.names)
     raise UsageError(
-        "there is nothing to quantize: every tensor stays as it is",
+        "nothing to quantize: every tensor stays as it is",
         where=str(model.path),
-        hint=f"--recipe {PLAIN} says how large it is; tensors stay because: "
-        + ", ".join(f"{why} ({n})" for why, n in kept.items()),
+        hint=f"{kept_words(kept)}; --recipe {PLAIN} gives the size as it is",
     )
 
 
