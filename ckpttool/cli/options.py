@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from ckpttool.cli import choices
+from ckpttool.cli.process import interrupts
 from ckpttool.cli.values import numbers
 from ckpttool.core.words import either, one_of, parse_betas, parse_size
 from ckpttool.errors import UsageError
@@ -427,6 +428,7 @@ class RunFlags:
 def _silenced(asked: bool) -> bool:
     if asked:
         access.on_wait = None
+        interrupts.tick = None
     return asked
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckpttool.answers.document import Document, Paragraph, PerMedium
 from ckpttool.answers.findings import SEVERITY
 from ckpttool.errors import UsageError
-from ckpttool.report.tables import width
+from ckpttool.report.text import width
 
 _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")
