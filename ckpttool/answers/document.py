@@ -44,8 +44,8 @@ class Paragraph(Section):
     """Lines on stdout, without the last line's end."""
 
     text: str
-    wrap: bool = False
-    """Prose: lines that are too long for a terminal are broken between words."""
+    wrap: bool = True
+    """Lines that are too long for a terminal are broken between words; False for what a file may be made of."""
     hang: int = 2
     """Columns before the second and the following lines of prose."""
 
@@ -67,7 +67,11 @@ class Overview(Section):
 
 @dataclass(eq=False, repr=False)
 class Table(Section):
-    """Rows below a header: fitted to a terminal, tab-separated values in a pipe."""
+    """Rows below a header: fitted to a terminal, tab-separated values in a pipe.
+
+    Whole numbers in a column whose title ends with ``bytes`` are exact in a pipe, and sizes (``1.20 GB``) on a
+    terminal.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[DocumentCell]]

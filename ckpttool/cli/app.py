@@ -21,6 +21,7 @@ from ckpttool.cli.help import ALIASES, TASKS, Command, in_order
 from ckpttool.cli.mistakes import reworded
 from ckpttool.cli.process import flush, interrupts, say, silence
 from ckpttool.errors import CkptError, UsageError, plain, unprinted
+from ckpttool.report import status
 from ckpttool.storage import access
 from ckpttool.version import __version__
 
@@ -113,7 +114,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         interrupts.allow()
-        access.on_wait = lambda why: say(f"note: {plain(why)}")
+        access.on_wait = _waits
+        if interrupts.answers_timer and status.start():
+            interrupts.tick = status.tick
         try:
             try:
                 with reworded():
@@ -146,7 +149,14 @@ class _Commands(TyperGroup):
             raise typer.Exit(_unprinted(e)) from None
         finally:
             interrupts.ignore()
+            status.stop()
         return result
+
+
+def _waits(why: str) -> None:
+    """Say why a request waits."""
+    status.clear()
+    say(f"note: {plain(why)}")
 
 
 def _unprinted(e: OSError, code: int = 0) -> int:

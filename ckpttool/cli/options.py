@@ -16,6 +16,7 @@ import typer
 
 from ckpttool.cli import choices
 from ckpttool.cli.help import first_help
+from ckpttool.cli.process import interrupts
 from ckpttool.cli.values import numbers
 from ckpttool.core.words import either, one_of, parse_betas, parse_size
 from ckpttool.errors import UsageError
@@ -428,6 +429,7 @@ class RunFlags:
 def _silenced(asked: bool) -> bool:
     if asked:
         access.on_wait = None
+        interrupts.tick = None
     return asked
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Literal, TextIO
 
@@ -93,7 +93,9 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._loading = self._over = False
+        self._loading = self._over = self._postponed = False
+        self.tick: Callable[[], None] | None = None
+        """What the timer calls that is not set for an interrupt."""
 
     def install(self) -> None:
         """Answer from now on, unless the process was started to ignore Ctrl-C (in the background of a script)."""
@@ -113,14 +115,24 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def __call__(self, _number: int, frame: FrameType | None) -> None:
+    @property
+    def answers_timer(self) -> bool:
+        """Whether the timer's signal comes here, and does not end the process."""
+        return signal.getsignal(signal.SIGALRM) is self
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._over:
+            return
+        if number == signal.SIGALRM and not self._postponed:
+            if self.tick is not None:
+                self.tick()
             return
         if self._loading:
             with contextlib.suppress(OSError):
                 os.write(2, b"interrupted\n")
             os._exit(130)
-        if _imports(frame):
+        self._postponed = _imports(frame)
+        if self._postponed:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         else:
             raise KeyboardInterrupt

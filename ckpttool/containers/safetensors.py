@@ -20,6 +20,7 @@ from json.encoder import encode_basestring
 from math import prod
 from typing import Any, NamedTuple, overload
 
+from ckpttool.core.activity import activity
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.core.files import DataFile, Place
@@ -249,6 +250,7 @@ def _span_problems(name: str, dtype: str, shape: list[int], span: tuple[int, int
 def read_header(path: Place, index: int = 0, rank: int = 0) -> Header:
     """Parse and check one file. Raises CorruptError or UnsupportedError for the first problem."""
     info, raw = read_raw(path)
+    activity.done += 1
     data = parse(raw, path)
     start = 8 + len(raw)
     tensors = _fast(data, info.size - start, index, rank, start)

@@ -17,7 +17,7 @@ def short(n: int) -> str:
     if n < 1000:
         return count(n, "byte")
     value, at = float(n), 0
-    while value >= 1000 and at < len(_UNITS) - 1:
+    while value >= 999.995 and at < len(_UNITS) - 1:  # no 1000.00 MB
         value /= 1000
         at += 1
     return f"{value:.2f} {_UNITS[at]}"

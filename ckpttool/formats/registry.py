@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpttool.containers.index import set_of
+from ckpttool.core.activity import activity
 from ckpttool.core.files import Place
 from ckpttool.core.words import count, natural, some
-from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError, plain
 from ckpttool.formats.base import OpenOptions, Reader, ReadOptions, StoredCheckpoint, Writer
 from ckpttool.formats.engines import VLLM, DeepSeek, TensorRTLLM
 from ckpttool.formats.gguf import Gguf
@@ -340,6 +341,7 @@ def read_source(path: Place, name: str, options: ReadOptions, *, complete: bool 
     """
     if complete and not name and not options.rank_pattern:
         _refuse_part(path)
+    activity.begin(f"opening {plain(str(path))}")
     listing = list_source(path)
     found = choose(listing, name, options)
     if options.parts and not isinstance(found, MultiPart):

@@ -13,8 +13,10 @@ from importlib import import_module
 from math import exp
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.activity import activity
 from ckpttool.core.words import short
 from ckpttool.errors import plain
+from ckpttool.report import status
 from ckpttool.report.text import message
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.1
 """Seconds between two drawings of the bar."""
-PATIENCE_S = 0.5
+PATIENCE_S = 0.3
 """Seconds before a bar appears."""
 LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
+_DOING = {"read": "reading", "write": "writing", "verify": "verifying"}
+"""What a phase is called while there is no bar yet."""
 SMOOTH_S = 10.0
 """Seconds after which what was done counts a third (1 / e) for the rate."""
 
@@ -110,6 +114,7 @@ class _ProgressCounter:
 
     def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
         self._phase = name
+        activity.begin(f"{_DOING.get(name, name)} {short(total_bytes)}")
         self._meter = _PhaseRate(total_bytes, done_bytes, time.monotonic())
 
     def file_done(self, name: str, nbytes: int) -> None:
@@ -196,6 +201,7 @@ class TerminalBar(_DrawnProgress):
     def _draw(self, meter: _PhaseRate) -> None:
         if self._gone:
             return
+        status.stop()
         with self._drawing():
             rich, task = self._show()
             percent = f"{meter.percent:3}%"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import sys
 from collections.abc import Sequence
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -20,21 +20,17 @@ from ckpttool.ops.inspect.views.values import FoldedStats, HistogramBars
 from ckpttool.report import text
 from ckpttool.report.convert_json import program_lines
 from ckpttool.report.findings import parsed, write_findings
-from ckpttool.report.meters import bar
+from ckpttool.report.meters import LONGEST, bar, histogram
 from ckpttool.report.render import draws, show
-from ckpttool.report.tables import fit, width
-from ckpttool.report.text import aligned, columns_of, size
+from ckpttool.report.style import BOLD, coloured, column_colours
+from ckpttool.report.tables import fit
+from ckpttool.report.text import aligned, columns_of, width
 from ckpttool.storage.place import resolved
 from ckpttool.storage.system import beside
 
 if TYPE_CHECKING:
     from ckpttool.ops.inspect.listing import ComponentTotal, TensorListing
     from ckpttool.ops.inspect.tree import TreeLine
-
-BAR = 50
-"""Characters of the longest bar of a histogram."""
-SHARE = 10
-"""Characters of a bar that stands for all bytes."""
 
 
 def prepare(view: View[ViewAnswer], *, as_json: bool) -> None:
@@ -133,11 +129,10 @@ def _bars(section: HistogramBars) -> None:
     if not h.counts:
         text.write("  no finite element\n")
         return
-    most = max(h.counts)
-    rows = []
-    for a, b, n in zip(h.edges[:-1], h.edges[1:], h.counts, strict=True):
-        mark = "#" * max(1, round(BAR * n / most)) if n else ""
-        rows.append((f"{a:.4g}", f"{b:.4g}", f"{n:,}", mark))
+    if text.on_terminal():
+        text.write("\n".join(histogram(h.counts, f"{h.edges[0]:.4g}", f"{h.edges[-1]:.4g}")) + "\n")
+        return
+    rows = [(f"{a:.4g}", f"{b:.4g}", f"{n:,}") for a, b, n in zip(h.edges[:-1], h.edges[1:], h.counts, strict=True)]
     text.write(aligned(rows, right=(0, 1, 2), indent="  "))
 
 
@@ -149,16 +144,15 @@ def _summary(listing: TensorListing) -> str:
 
     stored = listing.stored
     mesh = f", {mesh_text(stored)}" if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1 else ""
-    first = identify(listing).headline
     lines = [
-        textwrap.fill(first, width(), subsequent_indent="  ") if text.on_terminal() else first,
+        identify(listing).headline,
         f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}",
     ]
     chosen = f" of {listing.tensors:,}" if len(listing.rows) != listing.tensors else ""
     totals = listing.totals()
     lines.append(
         f"{len(listing.rows):,}{chosen} tensor{'s' if listing.tensors != 1 else ''},"
-        f" {count(sum(t.elements for t in totals), 'element')}, {size(listing.nbytes)}"
+        f" {count(sum(t.elements for t in totals), 'element')}, {short(listing.nbytes)}"
     )
     components = listing.component_totals()
     if [t.component for t in components] not in ([], ["model"]) or any(t.derived for t in components):
@@ -172,7 +166,8 @@ def _summary(listing: TensorListing) -> str:
         lines.append(aligned(rows, right=(1, 2, 3), indent="  ").rstrip("\n"))
     if isinstance(stored.native, Native):
         lines += program_lines(stored.native.program)
-    return "\n".join(lines) + "\n"
+    lines = "\n".join(lines).split("\n")
+    return "\n".join(map(text.fold, lines) if text.on_terminal() else lines) + "\n"
 
 
 def _derived(total: ComponentTotal) -> str:
@@ -188,9 +183,10 @@ def _tree(section: TreeDrawing) -> None:
     """Names with numbers collapsed, as a tree for each component."""
     answer = section.answer
     trees, roots, shown = answer.trees, answer.roots, answer.lines
-    rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "bytes", " ")]
+    rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "size", " ")]
     sizes = [0]
     headed = any(component != "model" or mark for component, (mark, _) in trees.items())
+    heads: set[int] = set()
     between: dict[int, str] = {}
     """Lines that are no rows, by the row before which they stand."""
     for component, (mark, _) in trees.items():
@@ -198,17 +194,29 @@ def _tree(section: TreeDrawing) -> None:
         if headed:
             if len(rows) > 1:
                 between[len(rows)] = "\n"
-            rows.append((component, "", "", f"{root.count:,}", f"{root.nbytes:,}", ""))
+            heads.add(len(rows))
+            rows.append((component, "", "", f"{root.count:,}", short(root.nbytes), ""))
             sizes.append(root.nbytes)
             if mark:
                 between[len(rows)] = f"  {'each: ' if component == 'optimizer' else ''}{mark}\n"
         rows += [_tree_line(line, headed=headed) for line in shown[component]]
         sizes += [line.times * line.node.nbytes for line in shown[component]]
-    cells, right = (
-        _with_shares(rows, sizes, sum(r.nbytes for r in roots.values())) if text.on_terminal() else (rows, {3, 4})
-    )
-    lined = aligned(cells, right=right).splitlines(keepends=True)
-    text.write(_summary(answer.listing) + "\n" + "".join(between.get(i, "") + line for i, line in enumerate(lined)))
+    total = sum(r.nbytes for r in roots.values())
+    cells, right = _with_shares(rows, sizes, total) if text.on_terminal() else (rows, {3, 4})
+    colours = column_colours(cells[0])
+    colour = (lambda row, column, cell: BOLD if row in heads else colours(row, column, cell)) if _colours() else None
+    lined = text.aligned(cells, right, colour=colour).splitlines(keepends=True)
+    text.write(_summary(answer.listing) + "\n")
+    text.put("".join(_folded(between.get(i, "")) + line for i, line in enumerate(lined)), sys.stdout)
+
+
+def _colours() -> bool:
+    """Whether what is drawn has colours."""
+    return coloured(sys.stdout)
+
+
+def _folded(line: str) -> str:
+    return "".join(text.fold(part) + "\n" for part in line.splitlines()) if text.on_terminal() else line
 
 
 def _with_shares(
@@ -217,11 +225,11 @@ def _with_shares(
     """The tree as it fits the terminal, with a bar for each line's share of the bytes where there is room."""
     if not any(row[5] for row in rows[1:]):
         rows = [row[:5] for row in rows]
-    cells, right = fit(rows, right=(3, 4), drop=(" ",) if len(rows[0]) > 5 else ())
+    cells, right = fit(rows, right=(3, 4), drop=(" ", "tensors", "shape", "dtype"))
     room = width() - sum(max(columns_of(row[i]) for row in cells) + 2 for i in range(len(cells[0])))
-    if room < len("share") or not total:
+    if room < len("share") or not total or "tensors" not in cells[0]:
         return cells, right
-    bars = ["share", *(bar(n / total, min(SHARE, room)) for n in sizes[1:])]
+    bars = ["share", *(bar(n / total, min(LONGEST, room)) for n in sizes[1:])]
     return [[*row[:5], b, *row[5:]] for row, b in zip(cells, bars, strict=True)], right
 
 
@@ -232,6 +240,6 @@ def _tree_line(line: TreeLine, *, headed: bool) -> tuple[str, ...]:
         node.dtype,
         shape(node.shape) if node.dtype else "",
         f"{n:,}" if n > 1 or not node.dtype else "",
-        f"{line.times * node.nbytes:,}",
+        short(line.times * node.nbytes),
         node.mark,
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from ckpttool.answers.fields import shape
+from ckpttool.core.words import short
 from ckpttool.errors import plain
 from ckpttool.ops.inspect.holdings import HeldBox, HoldingGroup, Layout, grid
-from ckpttool.report.text import ranks, size
+from ckpttool.report.text import on_terminal, ranks, width
 
 _INDENT = "    "
-WIDTH = 80 - len(_INDENT)
-"""Characters of a drawing. One that needs more is listed instead."""
+
+
+def _room() -> int:
+    """Characters of a drawing, at most those of a page of text. One that needs more is listed instead."""
+    return (min(width(), 80) if on_terminal() else 80) - len(_INDENT)
 
 
 def draw(layout: Layout) -> str:
@@ -19,11 +23,11 @@ def draw(layout: Layout) -> str:
     for r, n in layout.bytes_of_rank.items():
         alike.setdefault(n, []).append(r)
     for n, numbers in alike.items():
-        out.append(f"  {_holders(tuple(numbers))}: {size(n)}" + (" each" if len(numbers) > 1 else ""))
+        out.append(f"  {_holders(tuple(numbers))}: {short(n)}" + (" each" if len(numbers) > 1 else ""))
     for h in layout.holdings:
         times = f"   {h.count:,} tensors" if h.count > 1 else ""
         name, kind = plain(h.name), f"{h.dtype} {shape(h.shape)}{times}"
-        one_line = len(name) + 3 + len(kind) <= WIDTH + len(_INDENT)
+        one_line = len(name) + 3 + len(kind) <= _room() + len(_INDENT)
         out += ["", f"{name}   {kind}"] if one_line else ["", name, _INDENT + kind]
         axes = h.cut_axes
         labels = max((len(g.label) for g in h.groups), default=0)
@@ -54,7 +58,7 @@ def _matrix(group: HoldingGroup, axes: tuple[int, ...]) -> list[str]:
     if len(axes) == 2:
         edges, cells = grid(group.held, axes)
         drawn = _grid(edges, dict(cells), axes) if len(edges[0]) * len(edges[1]) <= 400 else []
-        if drawn and max(map(len, drawn)) <= WIDTH:
+        if drawn and max(map(len, drawn)) <= _room():
             return drawn
     return [f"{h.box}  {_holders(h.ranks)}" for h in group.held]
 
@@ -68,7 +72,7 @@ def _strip(held: tuple[HeldBox, ...], axis: int) -> list[str]:
     parts = [(h.box.start[axis], h.box.stop[axis], ranks(h.ranks)) for h in held]
     total = parts[-1][1] - parts[0][0]
     head = f"axis {axis}  "
-    room = WIDTH - len(head) - len(parts) - len(str(parts[-1][1]))
+    room = _room() - len(head) - len(parts) - len(str(parts[-1][1]))
     # A segment is as wide as its share, its label and the number of its left edge need.
     widths = [max(int(room * (b - a) / total), len(label) + 2, len(str(a)) + 1) for a, b, label in parts]
     if sum(widths) > room:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -59,8 +58,8 @@ def methods_document() -> Document:
 
     def drawn() -> Iterator[Section]:
         for name, formula, parameters in rows:
-            lines = [*textwrap.wrap(formula, 58), *textwrap.wrap(parameters and f"parameters: {parameters}", 58)]
-            yield Paragraph("\n".join(f"{name if not i else '':20}{line}" for i, line in enumerate(lines)))
+            yield Paragraph(f"{name:20}{formula}", hang=20)
+            yield from [Paragraph(f"{'':20}parameters: {parameters}", hang=20)] if parameters else []
 
     table = Table(("method", "formula", "parameters"), rows)
     return Document(json, lambda: [PerMedium(drawn, lambda: [table])], entries=len(METHODS))

@@ -1,4 +1,6 @@
-"""Small bars in tables: a share as a bar, a few numbers as a row of columns.
+"""Small charts of text: a share as a bar, a few numbers as a row of columns, counts as a histogram.
+
+A histogram and the norms of layers are rows of columns, with the numbers at both ends of their axis.
 
 Eighths of a block, where the encoding of stdout and the terminal have them; elsewhere signs of ASCII.
 """
@@ -10,6 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+LONGEST = 16
+"""Characters of the longest bar, and of a row of columns."""
 _ACROSS = "▏▎▍▌▋▊▉█"
 _UP = "▁▂▃▄▅▆▇█"
 _UP_ASCII = "._-=+*#@"
@@ -61,3 +65,31 @@ def spark(values: Sequence[float | None], columns: int) -> str:
         "?" if t is None else steps[min(len(steps) - 1, int((t - middle) / scale * len(steps))) if scale else 0]
         for t in tops
     )
+
+
+HEIGHT = 4
+"""Lines of a histogram, without its axis."""
+BIN = 2
+"""Characters of a bin of a histogram."""
+
+
+def histogram(counts: Sequence[int], first: str, last: str) -> list[str]:
+    """Lines of columns ``BIN`` characters wide, the largest count ``HEIGHT`` lines high, above an axis from ``first``
+    to ``last``. Whatever is more than nothing can be seen."""
+    most, width = max(counts, default=0), BIN * len(counts)
+    blocks = has_blocks()
+    levels = len(_UP) if blocks else 1
+    label = f"{most:,}"
+    lines = []
+    for line in reversed(range(HEIGHT)):
+        columns = ""
+        for n in counts:
+            filled = (max(1, round(n / most * HEIGHT * levels)) if n else 0) - line * levels
+            sign = " " if filled <= 0 else _UP[min(filled, levels) - 1] if blocks else "#"
+            columns += sign * BIN
+        tick = label if line == HEIGHT - 1 else "0" if not line else ""
+        lines.append(f"  {tick:>{len(label)}} {'│' if blocks else '|'}{columns}".rstrip())
+    axis = "└" + "─" * width if blocks else "+" + "-" * width
+    gap = " " * max(width - len(first) - len(last) + 1, 1)
+    margin = " " * (len(label) + 3)
+    return [*lines, margin + axis, f"{margin}{first}{gap}{last}"]

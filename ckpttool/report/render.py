@@ -10,7 +10,8 @@ from functools import singledispatch
 from ckpttool.answers.document import BarCell, Document, Message, Overview, Paragraph, PerMedium, Section, Table
 from ckpttool.report import text
 from ckpttool.report.meters import bar
-from ckpttool.report.tables import table, wrapped
+from ckpttool.report.style import BOLD, coloured, styled
+from ckpttool.report.tables import table
 
 
 def show(document: Document, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -45,8 +46,10 @@ draws = _show.register
 
 @_show.register
 def _show_paragraph(section: Paragraph) -> None:
-    lines = section.text + "\n"
-    text.write(wrapped(lines, section.hang) if section.wrap else lines)
+    lines = section.text.split("\n")
+    if section.wrap and text.on_terminal():
+        lines = [text.fold(line, section.hang) for line in lines]
+    text.write("\n".join(lines) + "\n")
 
 
 @_show.register
@@ -57,11 +60,17 @@ def _show_message(section: Message) -> None:
 
 @_show.register
 def _show_overview(section: Overview) -> None:
-    if text.on_terminal():
-        text.write(text.aligned(section.rows) + "\n")
+    if not text.on_terminal():
+        for label, line in section.rows:
+            text.message(f"{label or ' ' * 6:6}  {line}".rstrip())
         return
+    most, bold = max(len(label) for label, _ in section.rows), coloured(sys.stdout)
     for label, line in section.rows:
-        text.message(f"{label or ' ' * 6:6}  {line}".rstrip())
+        hang = most + 2 + len(line) - len(line.lstrip()) + 2
+        first, *more = text.fold(f"{label:{most}}  {line}".rstrip(), hang).split("\n")
+        shown = styled(label, BOLD) + first[len(label) :] if bold else first
+        text.write("\n".join([shown, *more]) + "\n")
+    text.write("\n")
 
 
 @_show.register
@@ -74,10 +83,10 @@ def _show_table(section: Table) -> None:
     place = {i: at for at, i in enumerate(keep)}
     right = {place[i] for i in section.right if i in place}
     if drawn or section.tabs:
-        table(header, rows, names=place[section.names], drop=section.drop, right=right)
+        table(header, rows, names=place[section.names], drop=section.drop, right=right, sizes=section.tabs)
         return
     right |= {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
-    text.write(text.aligned([header, *(list(map(text.cell, row)) for row in rows)], right=right))
+    text.put(text.aligned([header, *(list(map(text.cell, row)) for row in rows)], right=right), sys.stdout)
 
 
 @_show.register

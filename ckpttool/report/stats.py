@@ -12,15 +12,12 @@ from ckpttool.answers.by_layer import norm as norms
 from ckpttool.answers.fields import number
 from ckpttool.core.tensor_names import fold
 from ckpttool.errors import plain
-from ckpttool.report.meters import spark
+from ckpttool.report.meters import LONGEST, spark
 from ckpttool.report.tables import table
 
 if TYPE_CHECKING:
     from ckpttool.kernels.stats import Stats
     from ckpttool.ops.inspect.values import Values
-
-COLUMNS = 16
-"""Layers that have a bar each; where there are more, neighbours share one."""
 
 
 def show_folded(values: Sequence[Values]) -> None:
@@ -47,10 +44,17 @@ def _joined(values: Sequence[Values]) -> list[str | int]:
     each = [norm_of(v.stats) for v in values]
     known = [n for n in each if n is not None]
     layers = by_layer([v.row.parameter for v in values])
-    bars = spark(layers.by_row(norms(each)), COLUMNS) if len(layers.rows) > 1 else ""
+    bars = _axis(layers.by_row(norms(each))) if len(layers.rows) > 1 else ""
     total = math.hypot(*known) if known else None
     counts = [sum(s.nan for s in stats), sum(s.inf for s in stats), sum(s.zeros for s in stats)]
     return [number(low, 4), number(high, 4), number(total, 4), bars, *counts]
+
+
+def _axis(norms: Sequence[float | None]) -> str:
+    """A column for each layer (neighbours share one where there are many), between the smallest and the largest."""
+    known = [n for n in norms if n is not None and math.isfinite(n)]
+    low, high = (number(f(known), 3) if known else "-" for f in (min, max))
+    return f"{low:>5} {spark(norms, LONGEST)} {high}"
 
 
 def norm_of(stats: Stats | None) -> float | None:

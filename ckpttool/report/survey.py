@@ -67,7 +67,10 @@ def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -
         text.dump(_printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
     elif not quiet:
         line = f"{plain(str(survey.view.html))}: {short(size)}, {_what(survey)}"
-        (text.message if said else text.write)(line + ("" if said else "\n"))
+        if said:
+            text.message(line)
+        else:
+            text.write((text.fold(line) if text.on_terminal() else line) + "\n")
     # A check that was asked for has said why there are no tensors.
     failures = survey.failures[survey.view.check and survey.listing is None :]
     for error in failures:

@@ -8,25 +8,37 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ckpttool.core.words import ranges, short
 from ckpttool.errors import UNSEEN, plain, unprinted
-from ckpttool.report.style import painted
+from ckpttool.report import status
+from ckpttool.report.style import painted, styled
 
 _UNSEEN = re.compile(f"[{UNSEEN}]")
 _LABEL = re.compile(r"(?P<hint> *hint: )|(?:error|warning|note)(?: [\w-]+)*: |  --> | {6}(?=\S)")
-_WORD = re.compile(r"(?:`[^`]*`|(?<!\S)'[^']*'|\S)+")
-_OPTION = re.compile(r"(?<!\S)[('\"]*--?\w")
+_WORD = re.compile(
+    r"( *)((?:--[\w-]+[ =][\w'/{*][^ `]*|`[^`]*`|(?<!\S)'[^']*'|ckpttool [^`]+$"
+    r"|\[[\d, ]*\]|\b\d[\d.,]* (?:bytes?|[kMGTP]i?B)\b|\S)+)"
+)
+"""Spaces, and what stays on one line: a word, what is in backticks or quotes, a shape, a number with its unit, an
+option with its value."""
+_COMMAND = re.compile(r" *(?:\$ |next: |hint: (?:-|pip |\w+=))")
+"""What a line begins with that can be pasted."""
 
 COMPACT_FROM = 2000
 """Entries from which JSON is written without line breaks: indenting takes longer than finding the data."""
 
 
-def size(n: int) -> str:
-    """``688,574,839,360 bytes (688.57 GB)``; small numbers stand alone."""
+def exact(n: int) -> str:
+    """``688,574,839,360 bytes (688.57 GB)``, for --verbose; small numbers stand alone."""
     return short(n) if n < 1000 else f"{n:,} bytes ({short(n)})"
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 def cell(value: str | int) -> str:
@@ -45,10 +57,16 @@ def on_terminal() -> bool:
 
 
 def write(text: str, to: TextIO | None = None) -> None:
-    """Print; a name that the terminal's encoding does not have is written with escapes."""
+    """Print prose with its colours; a name that the terminal's encoding does not have is written with escapes."""
     stream = to or sys.stdout
+    put(painted(text, stream), stream)
+
+
+def put(text: str, stream: TextIO) -> None:
+    """Print what has its colours, or is for programs."""
+    status.clear()
     try:
-        stream.write(painted(text, stream))
+        stream.write(text)
     except UnicodeEncodeError:
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -56,29 +74,34 @@ def write(text: str, to: TextIO | None = None) -> None:
 
 def message(text: str) -> None:
     """A line on stderr. That it cannot be written (a full disk for logs, no reader) is no reason to stop."""
+    shown = text if not sys.stderr.isatty() else "\n".join(fold(line) for line in text.split("\n"))
     with contextlib.suppress(OSError):
-        write("\n".join(map(_folded, text.split("\n"))) + "\n", sys.stderr)
+        write(shown + "\n", sys.stderr)
 
 
-def _folded(line: str) -> str:
-    """On a terminal, a line that is too long for it broken between words, below its label's text.
+def fold(line: str, hang: int = 2) -> str:
+    """A line that is too long for the terminal, broken between words: below its label's text, or after ``hang``
+    columns.
 
-    What can be pasted stays whole: what is in backticks or quotes, and a hint with options.
+    What can be pasted stays whole: what is in backticks or quotes, a shell's line, and a hint that is a command. A word
+    that alone is longer than a line stays whole, too.
     """
-    columns = shutil.get_terminal_size().columns
-    if len(line) <= columns or not sys.stderr.isatty():
+    columns = width()
+    if columns_of(line) <= columns or _COMMAND.match(line):
         return line
     label = _LABEL.match(line)
-    if label is None or (label["hint"] and _OPTION.search(re.sub("`[^`]*`", "", line))):
-        return line
-    first, *words = _WORD.findall(line, label.end())
-    out = [label[0] + first]
-    for word in words:
-        if len(out[-1]) + 1 + len(word) > columns:
-            out.append(" " * len(label[0]) + word)
+    start = label.end() if label else 0
+    words = _WORD.findall(line, start)
+    most = max(columns_of(word) for _, word in words)
+    hang = start or hang
+    below = " " * (hang if hang + most <= columns else min(hang, 2))
+    lines = [line[:start]]
+    for spaces, word in words:
+        if lines[-1].strip() and columns_of(lines[-1] + spaces + word) > columns:
+            lines.append(below + word)
         else:
-            out[-1] += " " + word
-    return "\n".join(out)
+            lines[-1] += spaces + word
+    return "\n".join(map(str.rstrip, lines))
 
 
 @contextlib.contextmanager
@@ -117,17 +140,27 @@ def columns_of(text: str) -> int:
     return len(text) + wide - sum([unicodedata.category(c) in ("Mn", "Me", "Cf") for c in text])
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = (), *, indent: str = "") -> str:
-    """Rows as columns two spaces apart."""
+def aligned(
+    rows: Sequence[Sequence[str]],
+    right: Iterable[int] = (),
+    *,
+    indent: str = "",
+    colour: Callable[[int, int, str], str] | None = None,
+) -> str:
+    """Rows as columns two spaces apart. ``colour``: from numbers of row and column and a text to ANSI codes."""
     if not rows:
         return ""
     right = set(right)
     widths = [max(columns_of(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     out = []
-    for row in rows:
-        spaces = [" " * (widths[i] - columns_of(cell)) for i, cell in enumerate(row)]
-        cells = [s + cell if i in right else cell + s for i, (cell, s) in enumerate(zip(row, spaces, strict=True))]
-        out.append(indent + "  ".join(cells).rstrip())
+    for number, row in enumerate(rows):
+        filled = [i for i, cell in enumerate(row) if cell.strip()]
+        line = indent
+        for i, cell in enumerate(row[: filled[-1] + 1 if filled else 0]):
+            spaces = " " * (widths[i] - columns_of(cell))
+            shown = styled(cell, colour(number, i, cell)) if colour else cell
+            line += ("  " if i else "") + (spaces + shown if i in right else shown + spaces)
+        out.append(line.rstrip())
     return "\n".join(out) + "\n"
 
 
@@ -142,4 +175,4 @@ def dump(data: dict[str, Any], *, entries: int = 0) -> None:
     # JSON escapes no more than it must, and terminals obey more than that.
     if not text.isascii() or "\x7f" in text:
         text = _UNSEEN.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
-    write(text + "\n")
+    put(text + "\n", sys.stdout)

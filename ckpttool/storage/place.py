@@ -18,6 +18,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple, TypeGuard, TypeVar, overload
 
+from ckpttool.core.activity import activity
 from ckpttool.core.files import AnyPlace, DataFile, Entry, Mapped, OpenFile, Place, Remote
 from ckpttool.errors import CorruptError, IncompleteError, UsageError, not_installed
 from ckpttool.storage import system
@@ -245,6 +246,7 @@ def read_each(read: Callable[..., T], places: Sequence[Place], *more: Iterable[o
 
     ``more`` are further arguments, one for each file.
     """
+    activity.begin("reading headers", len(places))
     if len(places) < 2 or all(map(is_here, places)):
         return map(read, places, *more)
     return at_once(partial(read, *given) for given in zip(places, *more, strict=True))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.core.activity import activity
 from ckpttool.core.catalog import Catalog, Key, RankTensor
 from ckpttool.core.dtypes import CASTABLE
 from ckpttool.core.files import Place
@@ -114,6 +115,7 @@ def plan_target(
     ``computed`` says how the tensors of ``source`` come about that are in no file yet; ``written`` are small files
     that lie beside the output, in place of companions of these names.
     """
+    activity.begin("planning")
     notes = [*source.notes, *(d.text for d in (doubts(source.catalog) if computed is None else ()))]
     equal: list[EqualPair] = []
     goal = _decide(source, target, notes)

@@ -166,7 +166,7 @@ def test_derived_weights_are_marked() -> None:
         tuple(n.removeprefix("optimizer/").rsplit("/", 1)) for n in expected["optimizer"]
     }
     text = ckpttool("inspect", ZCC, "--only", "model", "--depth", 1).out
-    assert ["lm_head.weight", "BF16", "[64,", "32]", "4,096", "rounded", "master", "weight"] in map(
+    assert ["lm_head.weight", "BF16", "[64,", "32]", "4.10", "kB", "rounded", "master", "weight"] in map(
         str.split, text.splitlines()
     )
 

@@ -120,8 +120,8 @@ def test_text(source: Path, tmp_path: Path) -> None:
     done = ckpttool("inspect", tmp_path / "out", "--ranks", "--filter", "*.o_proj.weight", "--filter", "*norm.weight")
     expected = """\
 4 ranks: tp 2, pp 2
-  ranks 0-1: 2,496 bytes (2.50 kB) each
-  ranks 2-3: 2,528 bytes (2.53 kB) each
+  ranks 0-1: 2.50 kB each
+  ranks 2-3: 2.53 kB each
 
 model.layers.{0..1}.input_layernorm.weight   BF16 [16]   2 tensors
     layers 0  whole on ranks 0-1

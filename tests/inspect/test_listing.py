@@ -121,8 +121,8 @@ def test_tree(model: Path) -> None:
     assert lines[0] == "Llama, 2 layers, 4,944 parameters, FP8"
     assert lines[1] == f"{model}: hf, 2 files"
     assert lines[2].startswith("35 tensors, ")
-    assert any(line.split() == ["down_proj", "4", "816"] for line in lines)
-    assert any(line.split() == ["weight", FP8, "[16,", "24]", "2", "768"] for line in lines)
+    assert any(line.split() == ["down_proj", "4", "816", "bytes"] for line in lines)
+    assert any(line.split() == ["weight", FP8, "[16,", "24]", "2", "768", "bytes"] for line in lines)
     assert any(line.strip().startswith("layers.{0..1} ") for line in lines)
 
 

@@ -69,7 +69,7 @@ def test_shares_are_of_all_bytes_and_go_first(tmp_path: Path) -> None:
         tmp_path, {"half.weight": origin(0, "F32", (64,)), **{f"x.{i}.w": origin(1, "F32", (32,)) for i in (0, 1)}}, {}
     )
     lines = [line for line in on_terminal("inspect", tmp_path) if line.endswith("#")]
-    assert [line.split()[-1] for line in lines] == ["#" * 5, "#" * 5]
+    assert [line.split()[-1] for line in lines] == ["#" * 8, "#" * 8]
     assert not any("#" in line for line in on_terminal("inspect", tmp_path, columns=44))
     assert "#" not in ckpttool("inspect", tmp_path).out
 
@@ -93,7 +93,7 @@ def test_many_statistics_are_folded_on_a_terminal(deep: Path) -> None:
     assert len(each) == 13  # in a pipe one line for each
     norm = math.sqrt(sum(16 * 24 * (float(r[5]) ** 2 + float(r[6]) ** 2) for r in each[1:]))
     assert float(row[4]) == pytest.approx(norm, rel=1e-3)
-    assert len(row[5]) == 12  # a bar for each layer
+    assert len(row[6]) == 12  # a bar for each layer
     nan = next(line for line in lines if line.startswith("model.norm.weight"))
     assert nan.split()[-2:] == ["1", "0"]
 

@@ -29,7 +29,7 @@ from ckpttool.report.tables import table
     ],
 )
 def test_sizes(n: int, expected: str) -> None:
-    assert text.size(n) == expected
+    assert text.exact(n) == expected
 
 
 def test_small_formats() -> None:
@@ -90,9 +90,11 @@ LONG = "the models do not have the same tensors, which is said at length so that
         (f"  --> {LONG}", 2),
         (f"hint: {LONG}", 2),
         (f"hint: {LONG}, or `ckpttool reshard SRC DST --to hf`", 2),
-        (f"hint: {LONG}: ckpttool reshard SRC DST --to hf", 1),  # to be pasted
+        (f"hint: {LONG}: ckpttool reshard SRC DST --to hf", 2),  # the command, to be pasted, stays whole
+        (f"hint: {LONG}; or drop it: --to hf --tp-out 2", 2),
+        (f"hint: --filter '{LONG}' --to hf", 1),
         (f"next: {LONG}", 1),
-        (f"read 3%, {LONG}", 1),
+        (f"read 3%, {LONG}", 2),
         ("error: short", 1),
     ],
 )
@@ -109,4 +111,42 @@ def test_messages_are_folded_between_words(
     assert len(said) == shown
     assert " ".join(map(str.strip, said)) == line.strip()
     assert shown == 1 or max(map(len, said)) <= 80
-    assert all(part in "".join(said) for part in re.findall("`.*`", line))
+    assert all(any(part in one for one in said) for part in re.findall("`.*`|ckpttool .*|--tp-out 2", line))
+
+
+@pytest.mark.parametrize(
+    ("n", "shown"), [(999_994, "999.99 kB"), (999_995, "1.00 MB"), (999_999_999, "1.00 GB"), (1, "1 byte")]
+)
+def test_no_size_is_a_thousand_of_a_unit(n: int, shown: str) -> None:
+    assert short(n) == shown
+
+
+@pytest.mark.parametrize("columns", [24, 40, 60, 80, 200])
+def test_lines_fit_and_numbers_stay_whole(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    line = f"{LONG}: tensor `a.b.weight` [64, 176] has 437,268 bytes of 1.20 GB, pass --tp-out 2 or --values"
+    shown = text.fold(line).split("\n")
+    assert max(map(len, shown)) <= columns
+    for whole in ("`a.b.weight`", "[64, 176]", "437,268 bytes", "1.20 GB", "--tp-out 2"):
+        assert any(whole in one for one in shown)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_wide_tables_take_two_lines_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setattr(text, "on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    digest, name = "d" * 41, "model.layers.0.mlp.down_projection.weight"
+    table(("name", "n", "bytes", "digest"), [(name, 100, 999_000, digest)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= max(columns, 62)  # the digest and the numbers stay whole
+    assert "999.00 kB" in lines[-1]
+    assert " 100 " in lines[-1]
+    assert lines[0] == "name" if columns < 80 else lines[0].split() == ["name", "n", "size", "digest"]
+    assert len(lines) == (4 if columns < 80 else 2)
+
+
+def test_a_pipe_has_exact_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    table(("name", "bytes"), [("a", 1_234_567)])
+    assert capsys.readouterr().out == "name\tbytes\na\t1234567\n"

@@ -24,8 +24,9 @@ from ckpttool.layout.spec import FamilySpec
 _MOST_LINES = 2000
 """Kinds of tensors; more are no model, but names with hashes in them."""
 _HEAD = """\
-# A start, made by `ckpttool inspect --suggest-family`. Names are a hint, not a proof: compare every line with the
-# model's own parallel code before you trust it. Lines that were not known say so.
+# A draft from `ckpttool inspect --suggest-family`. Names are a hint, not a proof:
+# compare every line with the model's own parallel code before you trust it.
+# Lines that were not known say so.
 """
 
 

@@ -14,7 +14,7 @@ from ckpttool.answers.document import Document, Paragraph, PerMedium
 from ckpttool.answers.findings import SEVERITY
 from ckpttool.core.words import count, either
 from ckpttool.errors import UsageError
-from ckpttool.report.tables import width
+from ckpttool.report.text import width
 
 _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")

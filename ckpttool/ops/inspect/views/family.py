@@ -52,4 +52,4 @@ class FamilyAnswer(ListingAnswer):
         from ckpttool.ops.inspect.suggest import summary
 
         about = Message(f"note: {plain(summary(self.suggestion))}")
-        return [Paragraph(self.suggestion.text.removesuffix("\n"), quiet=True), about]
+        return [Paragraph(self.suggestion.text.removesuffix("\n"), wrap=False, quiet=True), about]
