@@ -14,6 +14,7 @@ import numpy as np
 
 from ckpttool.answers.findings import CheckResult
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, some_ranks, whole
+from ckpttool.api.border import notes_in_arguments, public
 from ckpttool.api.plans import Dropping, Resharding, watching
 from ckpttool.api.show import table
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
@@ -116,7 +117,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def notes(self) -> list[str]:
         """What was inferred while opening, in sentences."""
-        return self.opened.notes
+        return notes_in_arguments(self.opened.notes, "open")
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -185,6 +186,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 return key
         return plain
 
+    @public
     def __getitem__(self, name: str) -> LogicalTensor:
         """A logical tensor. Raises UsageError, which is a KeyError, too, with the nearest name when there is none."""
         if not isinstance(name, str):
@@ -194,6 +196,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         except KeyError:
             raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 
+    @public
     def read(self, name: str, part: Slices = ()) -> np.ndarray[Any, np.dtype[Any]]:
         """The logical tensor ``name``, or a box of it, as a numpy array (bf16 and fp8 as ml_dtypes types).
 
@@ -204,6 +207,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         catalog, tensor = self._reading().catalog, self[name]
         return read_tensor(catalog, tensor, _box(name, tensor.shape, part))
 
+    @public
     def torch(self, name: str, part: Slices = ()) -> Tensor:
         """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes.
 
@@ -218,6 +222,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     ) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[Any]]]]: ...
     @overload
     def tensors(self, *patterns: str, framework: Literal["pt"]) -> Iterator[tuple[str, Tensor]]: ...
+    @public
     def tensors(self, *patterns: str, framework: str = "np") -> Iterator[tuple[str, Any]]:
         """(name, whole tensor) one after the other, in the order in which they lie in the files.
 
@@ -242,6 +247,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         pieces = self[name].pieces
         return (pieces[0].stored.file, pieces[0].stored.offset) if pieces else (-1, 0)
 
+    @public
     def check(self, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
         """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does.
 
@@ -250,6 +256,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         with watching(progress) as watch, machines(on) as fleet:
             return _check(self.path, self.options, watch, values=values, fleet=fleet)
 
+    @public
     def diff(
         self,
         other: AnyPlace | Checkpoint,
@@ -294,6 +301,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 fleet=fleet,
             )
 
+    @public
     def report(
         self,
         file: str | os.PathLike[str],
@@ -336,6 +344,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise found.failures[0]
         return page
 
+    @public
     def reshard(
         self,
         *,
@@ -421,6 +430,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         recoding = Recoding(None, high(dequant, "dequant")) if dequant else None
         return Resharding(plan_parts(self._reading(), wanted, selection, recoding))
 
+    @public
     def fp8_cast(
         self,
         recipe: str = "block",
@@ -459,6 +469,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
         return Resharding(plan_parts(self._reading(), target, Selection(), recoding))
 
+    @public
     def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
         """Plan what ``ckpttool drop-keys`` does: the checkpoint without the tensors that match ``patterns``.
 
@@ -474,6 +485,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, Target(), link=link))
 
 
+@public
 def open_(
     path: AnyPlace,
     *,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpttool.api.border import in_arguments, notes_in_arguments
 from ckpttool.api.show import table
 from ckpttool.core.files import Place
 from ckpttool.core.words import count, ranges, short
@@ -91,7 +92,7 @@ class Size:
     memory: int | None
     """Bytes of the device's memory."""
     would_fit: tuple[str, ...]
-    """Options of ``ckpttool fp8-size`` that make it fit, where it does not."""
+    """Arguments of ``size`` that make it fit, where it does not: ``tp=2``."""
     ok: bool
     """It can be cut and it fits, as far as these were asked."""
     notes: tuple[str, ...] = ()
@@ -113,9 +114,9 @@ class Size:
             cache_bytes=max(map(cache.used, range(len(cache.stages)))) if cache and cache.tokens else None,
             needed=fit.needed if fit else None,
             memory=fit.memory if fit else None,
-            would_fit=tuple(r.options for r in report.remedies),
+            would_fit=tuple(in_arguments(r.options, "size") for r in report.remedies),
             ok=report.ok,
-            notes=tuple(report.notes),
+            notes=tuple(notes_in_arguments(report.notes, "size")),
         )
 
     def __repr__(self) -> str:

@@ -144,7 +144,7 @@ class BarChart(_PageSection):
     value_kind: NotRequired[Kind]
 
 
-class Statement(_PageSection):
+class TextSection(_PageSection):
     """A text alone: what a chart would not show any better."""
 
     kind: Literal["statement"]
@@ -189,7 +189,7 @@ class PageFindings(_PageSection):
     """What was looked at, and how many of it: `{"files": 3, "tensors": 291}`."""
 
 
-PageSection = Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | Statement | PageTable | PageFindings
+PageSection = Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | TextSection | PageTable | PageFindings
 
 
 def section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
