@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import suppress
 from operator import index
 from pathlib import Path
 from types import EllipsisType
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overl
 import numpy as np
 
 from ckpttool.answers.findings import CheckResult
+from ckpttool.api import show
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, some_ranks, whole
 from ckpttool.api.border import notes_in_arguments, public
 from ckpttool.api.plans import Dropping, Resharding, watching
-from ckpttool.api.show import table
+from ckpttool.api.results import Report
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor
@@ -25,7 +26,7 @@ from ckpttool.core.geometry import Box
 from ckpttool.core.mesh import Mesh
 from ckpttool.core.patterns import matching, nearest_hint
 from ckpttool.core.words import one_of, short
-from ckpttool.errors import UsageError, not_installed
+from ckpttool.errors import CkptError, UsageError, not_installed
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.machines.each import machines
@@ -53,6 +54,36 @@ Slices = tuple[slice | SupportsIndex | EllipsisType, ...] | list[slice] | slice 
 
 class UnknownNameError(UsageError, KeyError):
     """There is no such tensor; a KeyError, too, as of any mapping."""
+
+
+class OpenTensor(LogicalTensor):
+    """A logical tensor that knows its checkpoint: in a notebook it shows its files and first elements."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, tensor: LogicalTensor, source: Checkpoint) -> None:
+        t = tensor
+        super().__init__(t.key, t.dtype, t.shape, t.pieces, t.replicas, t.pads)
+        self.source = source
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the tensor of the catalog."""
+        if not isinstance(other, LogicalTensor):
+            return NotImplemented
+        fields = ("key", "dtype", "shape", "pieces", "replicas", "pads")
+        return all(getattr(self, f) == getattr(other, f) for f in fields)
+
+    __hash__ = None  # type: ignore[assignment]  # it can change, as the catalog's can
+
+    def _repr_html_(self) -> str:
+        """For notebooks: dtype, shape and files; with the first elements where they lie on this machine."""
+        catalog, first = self.source.catalog, None
+        if isinstance(self.source.path, Path) and self.pieces:
+            corner = Box((0,) * len(self.shape), tuple(min(n, 4) for n in self.shape))
+            with suppress(CkptError, OSError):
+                found = read_tensor(catalog, self, corner)
+                first = found if found.dtype.kind in "biuf" else found.astype(np.float32)
+        return show.tensor(catalog, self, first)
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):
@@ -147,12 +178,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks: the first tensors."""
-        first = list(islice(self.items(), 20))
-        rows: list[tuple[object, ...]] = [(n, t.dtype, str(list(t.shape))) for n, t in first]
-        if len(self) > len(first):
-            rows.append((f"and {len(self) - len(first):,} more", "", ""))
-        return table(repr(self)[1:-1], rows, self.notes)
+        """For notebooks: a tree of all tensors that folds."""
+        return show.table(repr(self)[1:-1], [], self.notes, more=show.tree(self.catalog))
 
     def __iter__(self) -> Iterator[str]:
         """Names of the stored logical tensors."""
@@ -192,7 +219,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if not isinstance(name, str):
             raise UsageError(f"a tensor has a name, {name!r} is none", hint=f"for example `{next(iter(self), '')}`")
         try:
-            return self.catalog[self._key(name)]
+            return OpenTensor(self.catalog[self._key(name)], self)
         except KeyError:
             raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 
@@ -304,7 +331,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @public
     def report(
         self,
-        file: str | os.PathLike[str],
+        file: str | os.PathLike[str] | None = None,
         *,
         stats: bool = False,
         check: bool = False,
@@ -313,11 +340,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         patterns: Sequence[str] = (),
         progress: Progress | bool | None = None,
         on: str = "",
-    ) -> Path:
-        """Write a report as one HTML page, and return its path. Does what ``inspect --html`` does.
+    ) -> Report:
+        """A report as one HTML page, which a notebook shows. Does what ``inspect --html`` does.
 
         Args:
-            file: the page; a report that is there is replaced.
+            file: where to write the page, too; a report that is there is replaced.
             stats: statistics by layer and a histogram of each tensor: reads all elements.
             check: prove the checksums of a manifest, too; what headers show is always checked.
             diff: compare with this checkpoint.
@@ -331,18 +358,22 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
         from ckpttool.ops.inspect.views.registry import chosen, look
-        from ckpttool.report.survey import check_page, write_page  # with the page, which few need
+        from ckpttool.report.page import render  # with the page, which few need
+        from ckpttool.report.survey import check_page, document, save_page
 
-        page = Path(file)
+        page = Path(file or "report.html")
         choice = TensorChoice(several(patterns, "patterns"))
         view = chosen(choice, on=on, stats=stats, check=check, diff=diff, values=values, html=page)
-        check_page(view)
+        if file is not None:
+            check_page(view)
         with watching(progress) as watch:
             found = look(view, self.path, self.options, watch, on)
-        write_page(found)
+        html = render(document(found))
+        if file is not None:
+            save_page(view, html)
         if found.failures:
             raise found.failures[0]
-        return page
+        return Report(html, None if file is None else page)
 
     @public
     def reshard(

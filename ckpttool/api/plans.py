@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from heapq import nlargest
 from pathlib import Path
 
 from ckpttool.api.arguments import member, nbytes, whole
@@ -128,11 +127,8 @@ class Plan(ABC):
 
     def _repr_html_(self) -> str:
         """For notebooks: the files, the largest first."""
-        outputs = self.plan.outputs
-        rows: list[tuple[object, ...]] = [(o.name, short(o.size)) for o in nlargest(20, outputs, lambda o: o.size)]
-        if len(outputs) > len(rows):
-            rows.append((f"and {len(outputs) - len(rows):,} more", ""))
-        return table(repr(self)[1:-1], rows, self.notes)
+        outputs = sorted(self.plan.outputs, key=lambda o: -o.size)
+        return table(repr(self)[1:-1], [(o.name, short(o.size)) for o in outputs], self.notes, ("file", "size"))
 
 
 class Resharding(Plan):

@@ -73,7 +73,8 @@ def _path(view: PageView) -> Path:
 
 def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
     """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
-    made, size = write_page(survey)
+    made = document(survey)
+    size = save_page(survey.view, render(made))
     if not as_json and not quiet:
         text.notes(survey.notes)
     said = write_findings(survey.check, parsed(survey.view.findings))
@@ -89,12 +90,10 @@ def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
 
 
-def write_page(survey: ReportContents) -> tuple[ReportPage, int]:
-    """Write the page; returns what it shows, and its bytes. Raises OutputError."""
-    made = document(survey)
-    page = render(made)
-    save(_path(survey.view), page, "the report", BEGINS)
-    return made, len(page.encode(errors="backslashreplace"))
+def save_page(view: PageView, page: str) -> int:
+    """Write a page; returns its bytes. Raises OutputError."""
+    save(_path(view), page, "the report", BEGINS)
+    return len(page.encode(errors="backslashreplace"))
 
 
 def _what(survey: ReportContents) -> str:

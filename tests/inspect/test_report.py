@@ -315,8 +315,8 @@ def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
 
     assert ckpttool("inspect", model, "--html", tmp_path / "a.html", "--stats", "--diff", model, "--values").code == 0
     written = api.open(model).report(tmp_path / "b.html", stats=True, diff=model, values=True)
-    assert written == tmp_path / "b.html"
-    assert written.read_bytes() == (tmp_path / "a.html").read_bytes()
+    assert written.path == tmp_path / "b.html"
+    assert Path(written).read_bytes() == (tmp_path / "a.html").read_bytes()
     with pytest.raises(OutputError, match="not a report"):
         api.open(model).report(model / "config.json")
 

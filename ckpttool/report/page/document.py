@@ -189,7 +189,9 @@ class PageFindings(_PageSection):
     """What was looked at, and how many of it: `{"files": 3, "tensors": 291}`."""
 
 
-PageSection = Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | TextSection | PageTable | PageFindings
+PageSection = (
+    Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | TextSection | PageTable | PageFindings
+)
 
 
 def section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
