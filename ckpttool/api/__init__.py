@@ -14,7 +14,8 @@ from ckpttool.answers.findings import CheckResult, Finding
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.commands import check, convert, diff, drop_keys, merge, size
 from ckpttool.api.plans import Conversion, Dropping, Merging, Plan, Resharding
-from ckpttool.api.results import Size, Written
+from ckpttool.api.results import Report, Size, Written
+from ckpttool.api.show import in_notebooks
 from ckpttool.ops.inspect.diff import DiffResult
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Finding",
     "Merging",
     "Plan",
+    "Report",
     "Resharding",
     "Size",
     "Written",
@@ -37,3 +39,5 @@ __all__ = [
     "open_",
     "size",
 ]
+
+in_notebooks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import suppress
 from operator import index
 from pathlib import Path
 from types import EllipsisType
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, cast, overl
 import numpy as np
 
 from ckpttool.answers.findings import CheckResult
+from ckpttool.api import show
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, some_ranks, whole
+from ckpttool.api.border import notes_in_arguments, public
 from ckpttool.api.plans import Dropping, Resharding, watching
-from ckpttool.api.show import table
+from ckpttool.api.results import Report
 from ckpttool.checkpoint import Checkpoint as _Checkpoint
 from ckpttool.checkpoint import OpenOptions, open_checkpoint
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor
@@ -24,7 +26,7 @@ from ckpttool.core.geometry import Box
 from ckpttool.core.mesh import Mesh
 from ckpttool.core.patterns import matching, nearest_hint
 from ckpttool.core.words import one_of, short
-from ckpttool.errors import UsageError, not_installed
+from ckpttool.errors import CkptError, UsageError, not_installed
 from ckpttool.execute import Progress
 from ckpttool.execute.compare import read_tensor
 from ckpttool.execute.machines.each import machines
@@ -52,6 +54,36 @@ Slices = tuple[slice | SupportsIndex | EllipsisType, ...] | list[slice] | slice 
 
 class UnknownNameError(UsageError, KeyError):
     """There is no such tensor; a KeyError, too, as of any mapping."""
+
+
+class OpenTensor(LogicalTensor):
+    """A logical tensor that knows its checkpoint: in a notebook it shows its files and first elements."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, tensor: LogicalTensor, source: Checkpoint) -> None:
+        t = tensor
+        super().__init__(t.key, t.dtype, t.shape, t.pieces, t.replicas, t.pads)
+        self.source = source
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the tensor of the catalog."""
+        if not isinstance(other, LogicalTensor):
+            return NotImplemented
+        fields = ("key", "dtype", "shape", "pieces", "replicas", "pads")
+        return all(getattr(self, f) == getattr(other, f) for f in fields)
+
+    __hash__ = None  # type: ignore[assignment]  # it can change, as the catalog's can
+
+    def _repr_html_(self) -> str:
+        """For notebooks: dtype, shape and files; with the first elements where they lie on this machine."""
+        catalog, first = self.source.catalog, None
+        if isinstance(self.source.path, Path) and self.pieces:
+            corner = Box((0,) * len(self.shape), tuple(min(n, 4) for n in self.shape))
+            with suppress(CkptError, OSError):
+                found = read_tensor(catalog, self, corner)
+                first = found if found.dtype.kind in "biuf" else found.astype(np.float32)
+        return show.tensor(catalog, self, first)
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):
@@ -116,7 +148,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def notes(self) -> list[str]:
         """What was inferred while opening, in sentences."""
-        return self.opened.notes
+        return notes_in_arguments(self.opened.notes, "open")
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -146,12 +178,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks: the first tensors."""
-        first = list(islice(self.items(), 20))
-        rows: list[tuple[object, ...]] = [(n, t.dtype, str(list(t.shape))) for n, t in first]
-        if len(self) > len(first):
-            rows.append((f"and {len(self) - len(first):,} more", "", ""))
-        return table(repr(self)[1:-1], rows, self.notes)
+        """For notebooks: a tree of all tensors that folds."""
+        return show.table(repr(self)[1:-1], [], self.notes, more=show.tree(self.catalog))
 
     def __iter__(self) -> Iterator[str]:
         """Names of the stored logical tensors."""
@@ -185,15 +213,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 return key
         return plain
 
+    @public
     def __getitem__(self, name: str) -> LogicalTensor:
         """A logical tensor. Raises UsageError, which is a KeyError, too, with the nearest name when there is none."""
         if not isinstance(name, str):
             raise UsageError(f"a tensor has a name, {name!r} is none", hint=f"for example `{next(iter(self), '')}`")
         try:
-            return self.catalog[self._key(name)]
+            return OpenTensor(self.catalog[self._key(name)], self)
         except KeyError:
             raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 
+    @public
     def read(self, name: str, part: Slices = ()) -> np.ndarray[Any, np.dtype[Any]]:
         """The logical tensor ``name``, or a box of it, as a numpy array (bf16 and fp8 as ml_dtypes types).
 
@@ -204,6 +234,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         catalog, tensor = self._reading().catalog, self[name]
         return read_tensor(catalog, tensor, _box(name, tensor.shape, part))
 
+    @public
     def torch(self, name: str, part: Slices = ()) -> Tensor:
         """``read`` of the same ``name`` and ``part``, as a torch tensor with torch's own bf16 and fp8 dtypes.
 
@@ -218,6 +249,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     ) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[Any]]]]: ...
     @overload
     def tensors(self, *patterns: str, framework: Literal["pt"]) -> Iterator[tuple[str, Tensor]]: ...
+    @public
     def tensors(self, *patterns: str, framework: str = "np") -> Iterator[tuple[str, Any]]:
         """(name, whole tensor) one after the other, in the order in which they lie in the files.
 
@@ -242,6 +274,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         pieces = self[name].pieces
         return (pieces[0].stored.file, pieces[0].stored.offset) if pieces else (-1, 0)
 
+    @public
     def check(self, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
         """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does.
 
@@ -250,6 +283,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         with watching(progress) as watch, machines(on) as fleet:
             return _check(self.path, self.options, watch, values=values, fleet=fleet)
 
+    @public
     def diff(
         self,
         other: AnyPlace | Checkpoint,
@@ -295,9 +329,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 fleet=fleet,
             )
 
+    @public
     def report(
         self,
-        file: str | os.PathLike[str],
+        file: str | os.PathLike[str] | None = None,
         *,
         stats: bool = False,
         check: bool = False,
@@ -306,11 +341,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         patterns: Sequence[str] = (),
         progress: Progress | bool | None = None,
         on: str = "",
-    ) -> Path:
-        """Write a report as one HTML page, and return its path. Does what ``inspect --html`` does.
+    ) -> Report:
+        """A report as one HTML page, which a notebook shows. Does what ``inspect --html`` does.
 
         Args:
-            file: the page; a report that is there is replaced.
+            file: where to write the page, too; a report that is there is replaced.
             stats: statistics by layer and a histogram of each tensor: reads all elements.
             check: prove the checksums of a manifest, too; what headers show is always checked.
             diff: compare with this checkpoint.
@@ -324,21 +359,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             CkptError: something that was asked cannot be found out; the rest is in the report.
         """
         from ckpttool.ops.inspect.views.registry import chosen, look
-        from ckpttool.report.survey import check_page, write_page  # with the page, which few need
+        from ckpttool.report.page import render  # with the page, which few need
+        from ckpttool.report.survey import check_page, document, save_page
 
-        page = Path(file)
+        page = Path(file or "report.html")
         choice = TensorChoice(several(patterns, "patterns"))
         headers = diff is not None and values is False
         read = {"values": bool(values), "headers_only": headers}
         view = chosen(choice, on=on, stats=stats, check=check, diff=diff, html=page, **read)
-        check_page(view)
+        if file is not None:
+            check_page(view)
         with watching(progress) as watch:
             found = look(view, self.path, self.options, watch, on)
-        write_page(found)
+        html = render(document(found))
+        if file is not None:
+            save_page(view, html)
         if found.failures:
             raise found.failures[0]
-        return page
+        return Report(html, None if file is None else page)
 
+    @public
     def reshard(
         self,
         *,
@@ -427,6 +467,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         recoding = Recoding(None, high(dequant, "dequant")) if dequant else None
         return Resharding(plan_parts(self._reading(), wanted, selection, recoding))
 
+    @public
     def fp8_cast(
         self,
         recipe: str = "block",
@@ -465,6 +506,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         target = Target(format="hf", tp=1, pp=1, ep=1, etp=1, max_shard_size=nbytes(max_shard_size, "max_shard_size"))
         return Resharding(plan_parts(self._reading(), target, Selection(), recoding))
 
+    @public
     def drop_keys(self, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
         """Plan what ``ckpttool drop-keys`` does: the checkpoint without the tensors that match ``patterns``.
 
@@ -480,6 +522,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, Target(), link=link))
 
 
+@public
 def open_(
     path: AnyPlace,
     *,

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 from ckpttool.answers.findings import CheckResult
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, whole
+from ckpttool.api.border import public
 from ckpttool.api.checkpoint import Checkpoint, open_
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
 from ckpttool.api.results import Size
@@ -37,6 +38,7 @@ Source = AnyPlace | Checkpoint
 """Where a checkpoint lies (``hf://org/model`` is a place, too), what ``run`` has written, or one that is open."""
 
 
+@public
 def merge(
     sources: Source | Sequence[Source],
     *,
@@ -176,6 +178,7 @@ def _words(value: Any) -> str:
     return str(value)
 
 
+@public
 def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool = False) -> Dropping:
     """Plan ``src`` without some of its tensors: what ``ckpttool drop-keys`` does.
 
@@ -192,6 +195,7 @@ def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool 
     return source.drop_keys(*patterns, keep=keep, link=link)
 
 
+@public
 def check(src: Source, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
     """What is wrong with a checkpoint, also one that cannot be opened. Does what ``inspect --check`` does.
 
@@ -207,6 +211,7 @@ def check(src: Source, *, values: bool = False, progress: Progress | bool | None
         return look(parse_place(src), OpenOptions(), watch, values=values, fleet=fleet)
 
 
+@public
 def diff(
     left: Source,
     right: Source,
@@ -235,6 +240,7 @@ def diff(
     return source.diff(right, values=values, atol=atol, rtol=rtol, patterns=patterns, progress=progress, on=on)
 
 
+@public
 def convert(
     src: AnyPlace,
     dst: AnyPlace,
@@ -265,6 +271,7 @@ def convert(
     return Conversion(plan, target)
 
 
+@public
 def size(
     src: Source,
     recipe: str = "",

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from heapq import nlargest
 from pathlib import Path
 
 from ckpttool.api.arguments import member, nbytes, whole
+from ckpttool.api.border import notes_in_arguments, public
 from ckpttool.api.results import Written
 from ckpttool.api.show import table
 from ckpttool.core.files import AnyPlace, Place
@@ -68,6 +68,7 @@ class Plan(ABC):
     @abstractmethod
     def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written: ...
 
+    @public
     def run(
         self,
         dst: AnyPlace,
@@ -126,11 +127,8 @@ class Plan(ABC):
 
     def _repr_html_(self) -> str:
         """For notebooks: the files, the largest first."""
-        outputs = self.plan.outputs
-        rows: list[tuple[object, ...]] = [(o.name, short(o.size)) for o in nlargest(20, outputs, lambda o: o.size)]
-        if len(outputs) > len(rows):
-            rows.append((f"and {len(outputs) - len(rows):,} more", ""))
-        return table(repr(self)[1:-1], rows, self.notes)
+        outputs = sorted(self.plan.outputs, key=lambda o: -o.size)
+        return table(repr(self)[1:-1], [(o.name, short(o.size)) for o in outputs], self.notes, ("file", "size"))
 
 
 class Resharding(Plan):
@@ -157,7 +155,7 @@ class Resharding(Plan):
 
     @property
     def notes(self) -> list[str]:
-        return list(self.prepared.notes)
+        return notes_in_arguments(self.prepared.notes, "reshard")
 
     def __repr__(self) -> str:
         """``<Resharding to ranks, tp 2: 39 tensors in 6 files, 441.21 kB>``."""
@@ -192,7 +190,7 @@ class Dropping(Resharding):
     @property
     def notes(self) -> list[str]:
         """What was inferred, left out or derived, and what somebody may miss."""
-        return [*self.dropped.warnings, *self.prepared.notes]
+        return notes_in_arguments([*self.dropped.warnings, *self.prepared.notes], "drop_keys")
 
 
 class Merging(Resharding):
@@ -243,7 +241,7 @@ class Conversion(Plan):
 
     @property
     def notes(self) -> list[str]:
-        return list(self.conversion.notes)
+        return notes_in_arguments(self.conversion.notes, "convert")
 
     def __repr__(self) -> str:
         """``<Conversion: 12 parameters in 1 file, 441.21 kB>``."""
@@ -273,5 +271,5 @@ def _written(dst: Place, kind: str, tensors: int, plan: Plan, run: RunResult, *,
         part=(run.standing.member.number, run.standing.member.of) if run.standing else None,
         committed=run.committed,
         waiting_for=run.standing.waiting_for if run.standing else (),
-        notes=tuple(dict.fromkeys((*plan.notes, *run.notes))),
+        notes=tuple(dict.fromkeys((*plan.notes, *notes_in_arguments(run.notes, "run")))),
     )

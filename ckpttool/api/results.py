@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ckpttool.api.show import table
+from ckpttool.api.border import in_arguments, notes_in_arguments
+from ckpttool.api.show import frame, table
 from ckpttool.core.files import Place
 from ckpttool.core.words import count, ranges, short
+from ckpttool.errors import UsageError
 from ckpttool.ops.fp8_size.answer import SizeReport
 
 
@@ -61,8 +64,28 @@ class Written:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        rows = [(k.replace("_", " "), v) for k, v in asdict(self).items() if k != "notes"]
-        return table(str(self.path), rows, self.notes)
+        shown = {k: v for k, v in asdict(self).items() if v not in (None, ()) and k not in ("notes", "distances")}
+        return table(repr(self)[1:-1], [(k.replace("_", " "), v) for k, v in shown.items()], self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report on a checkpoint: one HTML page, which a notebook shows where it is the last value of a cell."""
+
+    html: str = field(repr=False)
+    """The page."""
+    path: Path | None = None
+    """Where it was written, if a file was given."""
+
+    def __fspath__(self) -> str:
+        """The file. Raises UsageError where there is none."""
+        if self.path is None:
+            raise UsageError("this report was not written to a file", hint="name one: report('report.html')")
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page in a frame that reaches nothing outside itself."""
+        return frame(self.html)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +114,7 @@ class Size:
     memory: int | None
     """Bytes of the device's memory."""
     would_fit: tuple[str, ...]
-    """Options of ``ckpttool fp8-size`` that make it fit, where it does not."""
+    """Arguments of ``size`` that make it fit, where it does not: ``tp=2``."""
     ok: bool
     """It can be cut and it fits, as far as these were asked."""
     notes: tuple[str, ...] = ()
@@ -113,9 +136,9 @@ class Size:
             cache_bytes=max(map(cache.used, range(len(cache.stages)))) if cache and cache.tokens else None,
             needed=fit.needed if fit else None,
             memory=fit.memory if fit else None,
-            would_fit=tuple(r.options for r in report.remedies),
+            would_fit=tuple(in_arguments(r.options, "size") for r in report.remedies),
             ok=report.ok,
-            notes=tuple(report.notes),
+            notes=tuple(notes_in_arguments(report.notes, "size")),
         )
 
     def __repr__(self) -> str:
@@ -130,4 +153,4 @@ class Size:
         shown: dict[str, Any] = {k: v for k, v in asdict(self).items() if v not in (None, ()) and k != "notes"}
         if self.rank_bytes:
             shown["rank_bytes"] = max(self.rank_bytes)
-        return table(str(self.path), [(k.replace("_", " "), v) for k, v in shown.items()], self.notes)
+        return table(repr(self)[1:-1], [(k.replace("_", " "), v) for k, v in shown.items()], self.notes)

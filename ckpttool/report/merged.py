@@ -16,7 +16,17 @@ from ckpttool.ops.merge.distances import NUMBERS, Distances, ParentDistances
 from ckpttool.ops.merge.origins import TensorOrigin, came_from, computed, parameters_of, short_names, some_names
 from ckpttool.report.files import save
 from ckpttool.report.page import BEGINS, ReportPage, render
-from ckpttool.report.page.document import Column, Kind, PageCell, PageSection, Series, section
+from ckpttool.report.page.document import (
+    Column,
+    Kind,
+    PageCell,
+    PageSection,
+    Series,
+    Verdict,
+    heat_map,
+    line_chart,
+    section,
+)
 
 if TYPE_CHECKING:
     from ckpttool.ops.merge import MergeResult
@@ -65,13 +75,13 @@ def document(result: MergeResult) -> ReportPage:
     models = sum(not p.is_base for p in distances.parents)
     names = _SourceNames(short_names(prepared.refs))
     sections: list[PageSection] = [
-        _origins(result, groups, names),
         _distances(distances, names),
+        _changes(distances, names),
+        _origins(result, groups, names),
         _came_from(groups, names),
         *(c for n in ("distance", "task_cosine") for c in _chart(n, layers, distances, names)),
         *_maps(layers, distances, names),
         *(c for n in ("kept", "agreeing", "conflicts") for c in _chart(n, layers, distances, names)),
-        _changes(distances, names),
         _recipe(result),
         section("tensors", "tensors", "Tensors", "How far each tensor of the output is from the sources."),
     ]
@@ -80,11 +90,18 @@ def document(result: MergeResult) -> ReportPage:
         "schema": "ckpttool.report/1",
         "title": f"{result.dst.name or 'merge'}: {prepared.method} of {count(models, 'model')}",
         "subtitle": str(result.dst),
+        "verdicts": [_verdict(result)],
         "facts": _facts(result, distances, names),
         "notes": list(dict.fromkeys(prepared.target.notes)),
         "sections": sections,
         "tensors": {"names": list(map(printable, distances.names)), "columns": columns},
     }
+
+
+def _verdict(result: MergeResult) -> Verdict:
+    merged, copied = result.prepared.merged, result.prepared.copied
+    read = "read back: every element matches the merge" if result.verified else "not read back (--verify does)"
+    return {"state": "good", "text": f"Complete: {count(merged, 'tensor')} merged, {copied:,} copied; {read}"}
 
 
 def _facts(result: MergeResult, distances: Distances, names: _SourceNames) -> list[list[str]]:
@@ -96,7 +113,6 @@ def _facts(result: MergeResult, distances: Distances, names: _SourceNames) -> li
     if p.seed is not None:
         facts.append(["seed", f"{p.seed} ({p.rng})"])
     facts += [
-        ["tensors", f"{prepared.merged:,} merged, {prepared.copied:,} copied"],
         ["elements", f"{sum(distances.elements):,}"],
         ["size", short(sum(o.size for o in plan.outputs))],
         ["format", prepared.target.format],
@@ -107,9 +123,11 @@ def _facts(result: MergeResult, distances: Distances, names: _SourceNames) -> li
     return facts
 
 
-def _table(id_: str, title: str, said: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Any]) -> PageSection:
+def _table(
+    id_: str, title: str, said: str, columns: Sequence[tuple[str, Kind]], rows: Sequence[Any], **more: Any
+) -> PageSection:
     titles = [{"title": name, "kind": kind} if kind != "text" else {"title": name} for name, kind in columns]
-    return section("table", id_, title, said, columns=titles, rows=rows)
+    return section("table", id_, title, said, columns=titles, rows=rows, **more)
 
 
 def _origins(result: MergeResult, groups: Sequence[TensorOrigin], names: _SourceNames) -> PageSection:
@@ -147,9 +165,9 @@ def _lines(
     if len(inside) < 2 or not series:
         return
     one_stack = len({layers.rows[i].stack for i in inside}) == 1
-    x = [layers.rows[i].layer if one_stack else layers.labels[i] for i in inside]
-    chosen = [{"name": s["name"], "values": [s["values"][i] for i in inside]} for s in series]
-    yield section("lines", key, title, said, x=x, x_label="layer", y_label=y_label, series=chosen)
+    x = [(layers.rows[i].layer or 0) if one_stack else layers.labels[i] for i in inside]
+    chosen: list[Series] = [{"name": s["name"], "values": [s["values"][i] for i in inside]} for s in series]
+    yield line_chart(key, title, said, x, ("layer", y_label), chosen)
 
 
 _CHARTS = {
@@ -198,18 +216,11 @@ def _chart(number: str, layers: Layers, distances: Distances, names: _SourceName
 
 
 def _maps(layers: Layers, distances: Distances, names: _SourceNames) -> Iterator[PageSection]:
+    rows, columns, said = list(layers.labels), list(layers.modules), f"{_HELP['distance'].capitalize()}."
     for i, parent in enumerate(distances.parents[:_MAPS]):
-        yield section(
-            "heatmap",
-            f"distance-map-{i}",
-            f"Distance from {names.of(parent)}",
-            rows=list(layers.labels),
-            columns=list(layers.modules),
-            row_label="layer",
-            column_label="module",
-            values=layers.grid(distances.joins(parent)["distance"]),
-            unit="distance",
-        )
+        values = layers.grid(distances.joins(parent)["distance"])
+        title = f"Distance from {names.of(parent)}"
+        yield heat_map(f"distance-map-{i}", title, said, rows, columns, values, "distance", log=False)
 
 
 def _changes(distances: Distances, names: _SourceNames) -> PageSection:
@@ -225,9 +236,10 @@ def _changes(distances: Distances, names: _SourceNames) -> PageSection:
     order = sorted(distances.everything, key=lambda i: (-far(i), i))[:_CHANGES]
     rows = [[printable(distances.names[i]), distances.elements[i], *(j((i,)) for _, j in joins)] for i in order]
     away: list[tuple[str, Kind]] = [(f"distance from {names.of(p)}", "number") for p, _ in joins]
-    which = "the base" if base else "the source that is nearest to them"
-    said = f"The tensors that are farthest from {which}, with the largest distance first."
-    return _table("changes", "Largest changes", said, [("tensor", "code"), ("elements", "count"), *away], rows)
+    which = "the base" if base else "the nearest source"
+    said = f"The tensors that are farthest from {which}, the largest distance first."
+    columns: list[tuple[str, Kind]] = [("tensor", "code"), ("elements", "count"), *away]
+    return _table("changes", "Largest changes", said, columns, rows, first=10)
 
 
 def _came_from(groups: Sequence[TensorOrigin], names: _SourceNames) -> PageSection:
@@ -241,7 +253,7 @@ def _came_from(groups: Sequence[TensorOrigin], names: _SourceNames) -> PageSecti
         ]
         for g in groups
     ]
-    said = "Tensors that are made of the same sources in the same way, those with most elements first."
+    said = "Tensors that come from the same sources in the same way, most elements first."
     sizes: list[tuple[str, Kind]] = [("elements", "count"), ("size", "bytes"), ("method", "text"), ("from", "code")]
     return _table("origin", "What came from where", said, [("tensors", "code"), *sizes], rows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ckpttool.answers.by_layer import Join, Layers, by_layer, largest, norm, share, smallest
 from ckpttool.answers.findings import ERROR, INFO, WARNING, folded
@@ -26,13 +26,27 @@ from ckpttool.report import text
 from ckpttool.report.files import refuse_others, save
 from ckpttool.report.findings import parsed, write_findings
 from ckpttool.report.page import BEGINS, render
-from ckpttool.report.page.document import Column, PageSection, PageTensors, ReportPage
+from ckpttool.report.page.document import (
+    Column,
+    PageSection,
+    PageTensors,
+    ReportPage,
+    Series,
+    Verdict,
+    heat_map,
+    line_chart,
+    section,
+)
 from ckpttool.report.stats import norm_of
 from ckpttool.report.svg import figures
 from ckpttool.storage.place import resolved
 
 SERIES = 8
 """Most lines of one chart: the modules with most bytes."""
+FIRST = 10
+"""Changes above the fold."""
+OUTLIER = 8.0
+"""Largest absolute value by standard deviation, from which outliers are drawn."""
 SHOWN = 500
 """Most rows of a table of changes; the table of tensors has all."""
 
@@ -59,7 +73,8 @@ def _path(view: PageView) -> Path:
 
 def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
     """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
-    made, size = write_page(survey)
+    made = document(survey)
+    size = save_page(survey.view, render(made))
     if not as_json and not quiet:
         text.notes(survey.notes)
     said = write_findings(survey.check, parsed(survey.view.findings))
@@ -78,12 +93,10 @@ def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -
     return 3 if not survey.ok else failures[0].exit_code if failures else 0
 
 
-def write_page(survey: ReportContents) -> tuple[ReportPage, int]:
-    """Write the page; returns what it shows, and its bytes. Raises OutputError."""
-    made = document(survey)
-    page = render(made)
-    save(_path(survey.view), page, "the report", BEGINS)
-    return made, len(page.encode(errors="backslashreplace"))
+def save_page(view: PageView, page: str) -> int:
+    """Write a page; returns its bytes. Raises OutputError."""
+    save(_path(view), page, "the report", BEGINS)
+    return len(page.encode(errors="backslashreplace"))
 
 
 def _what(survey: ReportContents) -> str:
@@ -130,43 +143,67 @@ def _printed(value: Any) -> Any:
 # -- the document
 
 
-def _section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
-    """A section, whatever its kind: ``document.py`` has what each needs."""
-    about = {"id": id_, "title": title, **({"text": said} if said else {}), "kind": kind}
-    return cast("PageSection", about | rest)
-
-
 def document(survey: ReportContents) -> ReportPage:
     """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
     listing = survey.listing
-    sections: list[PageSection] = []
-    if listing is not None and listing.rows:
-        sections.append(_section("treemap", "sizes", "Sizes"))
+    sections: list[PageSection] = [] if survey.diff is None else list(_changes(survey.diff))
+    found = _findings(survey)
+    if survey.check.findings:
+        sections.append(found)
+    if listing is not None and len(listing.rows) > 1:
+        sections.append(section("treemap", "sizes", "Sizes"))
     if survey.layout is not None:
         pictures = [f._asdict() for f in figures(survey.layout)]
-        sections.append(_section("figures", "ranks", "Layout over ranks", figures=pictures))
+        sections.append(section("figures", "ranks", "Layout over ranks", figures=pictures))
     if survey.values:
         sections += _by_layer(survey)
-    sections.append(_findings(survey))
-    if survey.diff is not None:
-        sections += _changes(survey.diff)
+    if not survey.check.findings:
+        sections.append(found)
     name = resolved(survey.path).name or str(survey.path)
     out: ReportPage = {
         "schema": "ckpttool.report/1",
         "title": name,
         "subtitle": identify(listing).headline if listing is not None else "The checkpoint cannot be opened",
+        "verdicts": list(_verdicts(survey)),
         "facts": list(_facts(survey)),
         "notes": [*survey.notes, *map(_said, survey.failures)],
         "sections": sections,
     }
     if listing is not None and listing.rows:
-        out["sections"] = [*sections, _section("tensors", "tensors", "Tensors")]
+        out["sections"] = [*sections, section("tensors", "tensors", "Tensors")]
         out["tensors"] = _tensors(survey, listing)
     return out
 
 
 def _said(error: CkptError) -> str:
     return " ".join([error.what, *(f"({w})" for w in error.where[:1])])
+
+
+def _verdicts(survey: ReportContents) -> Iterator[Verdict]:
+    """Whether it is complete, and whether it is equal to what it was compared with."""
+    check, listing, diff = survey.check, survey.listing, survey.diff
+    errors = [f for f in check.findings if f.severity == ERROR]
+    warnings = [f for f in check.findings if f.severity == WARNING]
+    if errors or listing is None:
+        why = errors[0].text if errors else _said(survey.failures[0])
+        more = f" (and {len(check.findings) - 1:,} more findings)" if len(check.findings) > 1 else ""
+        yield {"state": "bad", "text": f"Not complete or damaged: {why}{more}"}
+    else:
+        held = f"{count(listing.tensors, 'tensor')} in {count(len(listing.files), 'file')}"
+        read = "elements were read" if survey.view.checks_elements else "headers were read, elements were not checked"
+        found = f"{_verdict(survey)}: {warnings[0].text}" if warnings else "no problem found"
+        yield {"state": "unsure" if warnings else "good", "text": f"Complete: {held}; {found}; {read}"}
+    if diff is None:
+        return
+    other = resolved(diff.right.path).name or str(diff.right.path)
+    if not diff.ok:
+        yield {"state": "unsure", "text": f"Differs from {other}: {_compared(diff)}"}
+    elif diff.values:
+        how = "within the tolerance" if diff.tolerance else "every element"
+        yield {"state": "good", "text": f"Equal to {other}: {how} of {count(diff.compared, 'tensor')}"}
+    else:
+        same = f"same names, dtypes and shapes in {count(diff.compared, 'tensor')}"
+        yield {"state": "unknown", "text": f"{other}: {same}; values not compared"}
 
 
 def _facts(survey: ReportContents) -> Iterator[list[str]]:
@@ -176,10 +213,6 @@ def _facts(survey: ReportContents) -> Iterator[list[str]]:
         yield from _facts_of(listing)
     elif survey.check.format:
         yield ["Format", survey.check.format]
-    yield ["Check", _verdict(survey)]
-    if (diff := survey.diff) is not None:
-        yield ["Compared with", resolved(diff.right.path).name or str(diff.right.path)]
-        yield ["Difference", _compared(diff)]
     yield ["Place", str(survey.path)]
 
 
@@ -319,8 +352,8 @@ def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
     def chart(
         id_: str, title: str, y: str, said: str, lines: list[tuple[str, Values]], *, log: bool = False
     ) -> PageSection:
-        series = [{"name": name, "values": values} for name, values in lines]
-        return _section("lines", id_, title + of, said, x=x, x_label="layer", y_label=y, log=log, series=series)
+        series: list[Series] = [{"name": name, "values": values} for name, values in lines]
+        return line_chart(id_, title + of, said, x, ("layer", y), series, log=log)
 
     norms = layers.grid(norm([norm_of(s) for s in stats]))
     yield chart(
@@ -346,12 +379,8 @@ def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
             "The largest and the smallest element of the matrices of each layer.",
             [(name, _at(layers.by_row(join), inside)) for name, join in extremes],
         )
-        outliers = largest([s.amax / s.std if s and s.amax is not None and s.std else None for s in matrices])
-        said = (
-            "The largest absolute value by the standard deviation, of the matrix of a module where it is largest."
-            " Normally distributed weights have 5 to 6; quantization suffers from large ones."
-        )
-        yield _heatmap(layers, inside, outliers, ("outliers", f"Outliers by layer and module{of}", said), "amax / std")
+        outliers = [s.amax / s.std if s and s.amax is not None and s.std else None for s in matrices]
+        yield _outliers(layers, inside, outliers, of)
     zeros = share([s.zeros for s in stats], [s.elements for s in stats])
     if any(s.zeros for s in stats):
         yield chart(
@@ -377,21 +406,21 @@ def _largest_modules(layers: Layers, inside: Sequence[int], sizes: Sequence[int]
     return sorted(sorted(several, key=lambda c: (-sum(held[c]), c))[:SERIES])
 
 
-def _heatmap(layers: Layers, inside: Sequence[int], join: Join, head: tuple[str, str, str], unit: str) -> PageSection:
-    grid = layers.grid(join)
+def _outliers(layers: Layers, inside: Sequence[int], found: Values, of: str) -> PageSection:
+    """A map where there are outliers, else a sentence."""
+    title = f"Outliers by layer and module{of}"
+    said = (
+        "The largest absolute value divided by the standard deviation, of the matrix of each module where this is"
+        " largest. Normally distributed weights have 5 to 6; large values make quantization less exact."
+    )
+    grid = layers.grid(largest(found))
+    most = max((v for i in inside for v in grid[i] if v is not None), default=0.0)
+    if most < OUTLIER:
+        return section("statement", "outliers", title, f"{said}\n\nNo outliers: the largest value is {most:.3g}.")
     used = [c for c in range(len(layers.modules)) if any(grid[i][c] is not None for i in inside)]
     rows = [layers.labels[i] for i in inside]
     values = [[grid[i][c] for c in used] for i in inside]
-    return _map(*head, rows, [layers.modules[c] for c in used], values, unit)
-
-
-def _map(
-    id_: str, title: str, said: str, rows: list[str], columns: list[str], values: list[Values], unit: str
-) -> PageSection:
-    labels = {"row_label": "layer", "column_label": "module"}
-    return _section(
-        "heatmap", id_, title, said, rows=rows, columns=columns, **labels, values=values, unit=unit, log=True
-    )
+    return heat_map("outliers", title, said, rows, [layers.modules[c] for c in used], values, "amax / std")
 
 
 # -- findings and changes
@@ -406,44 +435,41 @@ def _findings(survey: ReportContents) -> PageSection:
         )
     told = "" if survey.check.values else "Values were not checked; --check --values reads them, too."
     checked = {f"{noun}s": n for noun, n in survey.check.checked.items()}
-    return _section("findings", "findings", "Findings", told, findings=found, checked=checked)
+    return section("findings", "findings", "Findings", told, findings=found, checked=checked)
 
 
 def _changes(diff: DiffResult) -> Iterator[PageSection]:
+    """The largest changes first; nothing for equal checkpoints."""
     other = resolved(diff.right.path).name or str(diff.right.path)
-    if (drift := diff.drift) is not None:
-        yield from _drift(drift, other)
-    rows: list[list[Any]] = [["only here", name, ""] for name in diff.only_left]
-    rows += [[f"only in {other}", name, ""] for name in diff.only_right]
-    rows += [["shape", m.name, f"{m.left} and {m.right}"] for m in diff.shapes]
-    rows += [["dtype", m.name, f"{m.left} and {m.right}"] for m in diff.dtypes]
-    if rows:
-        titles = [("Difference", "text"), ("Tensor", "code"), ("What", "text")]
-        yield _table("differences", "Differences in names, shapes and dtypes", titles, rows)
     if diff.elements:
         changed = [[d.name, d.relative, d.cosine, d.max_abs, d.elements / d.total] for d in diff.elements]
         titles = [("Tensor", "code"), ("Change", "number"), ("Cosine", "number"), ("Largest difference", "number")]
-        yield _table("changes", "Largest changes", [*titles, ("Elements changed", "share")], changed)
-    if not rows and not diff.elements:
-        how = "names, dtypes, shapes and values" if diff.values else "names, dtypes and shapes; values not compared"
-        titles = [("Compared", "text"), ("Answer", "text")]
-        yield _table("changes", "Largest changes", titles, [[how, _compared(diff)]])
+        said = f"Change is the L2 norm of the difference divided by the norm of {other}'s tensor."
+        yield _table("changes", "Largest changes", said, [*titles, ("Elements changed", "share")], changed)
+    rows: list[list[Any]] = [["only here", name, ""] for name in diff.only_left]
+    rows += [[f"only in {other}", name, ""] for name in diff.only_right]
+    rows += [["shape", m.name, f"{m.left} here, {m.right} there"] for m in diff.shapes]
+    rows += [["dtype", m.name, f"{m.left} here, {m.right} there"] for m in diff.dtypes]
+    if rows:
+        titles = [("Difference", "text"), ("Tensor", "code"), ("What", "text")]
+        yield _table("differences", "Differences in names, shapes and dtypes", "", titles, rows)
+    if (drift := diff.drift) is not None and len(drift.cells) > 1:
+        yield _drift(drift, other)
 
 
-def _table(id_: str, title: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> PageSection:
-    said = f"The first {SHOWN} of {len(rows):,}; --diff --json has all." if len(rows) > SHOWN else ""
+def _table(id_: str, title: str, said: str, columns: Sequence[tuple[str, str]], rows: list[list[Any]]) -> PageSection:
+    if len(rows) > SHOWN:
+        said += f" The first {SHOWN} of {len(rows):,} are listed; --diff --json has all."
     titles = [{"title": name, "kind": kind} for name, kind in columns]
-    return _section("table", id_, title, said, columns=titles, rows=rows[:SHOWN])
+    return section("table", id_, title, said.strip(), columns=titles, rows=rows[:SHOWN], first=FIRST)
 
 
-def _drift(drift: Drift, other: str) -> Iterator[PageSection]:
+def _drift(drift: Drift, other: str) -> PageSection:
     """Relative change by layer and module; layers in their order, modules with the largest change first."""
     layers = list(dict.fromkeys(layer for layer, _ in drift.cells))
     layers = [layers[i] for i in natural_order(layers)]
     modules = [d.name for d in drift.modules]
     of = "" if drift.component == "model" else f" ({drift.component})"
-    said = (
-        f"The norm of the difference by the norm of {other}'s tensors. In an empty cell, no compared element differs."
-    )
+    said = f"L2 norm of the difference divided by the norm of {other}'s tensors. Empty cells did not change."
     values = [[drift.cells.get((layer, module)) for module in modules] for layer in layers]
-    yield _map("drift", f"Change by layer and module{of}", said, layers, modules, values, "relative change")
+    return heat_map("drift", f"Change by layer and module{of}", said, layers, modules, values, "relative change")

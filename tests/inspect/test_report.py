@@ -24,6 +24,7 @@ from ckpttool.ops.inspect.values import Values
 from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.ops.inspect.views.registry import look
 from ckpttool.report.page import render
+from ckpttool.report.page.document import heat_map, line_chart
 from ckpttool.report.survey import document
 from tests.helpers.command import Done, ckpttool
 from tests.helpers.tensorfile import Raw, write
@@ -130,9 +131,9 @@ def test_differences_are_in_the_report_and_the_exit_code(model: Path, tmp_path: 
     before = llama("F32")[name].bits.view(np.float32).astype(np.float64)
     relative = np.linalg.norm(data - before) / np.linalg.norm(data.astype(np.float64))
     assert section(made, "changes")["rows"][0][:2] == [name, pytest.approx(relative, rel=1e-6)]
-    drift = section(made, "drift")
-    assert (drift["rows"], drift["columns"]) == (["model.layers.1"], ["mlp.up_proj"])
-    assert drift["values"] == [[pytest.approx(relative, rel=1e-6)]]
+    assert made["sections"][0]["id"] == "changes"
+    assert made["verdicts"][1] == {"state": "unsure", "text": "Differs from other: 1 of 21 tensors changed"}
+    assert "drift" not in [s["id"] for s in made["sections"]]  # a map of one cell
     found = dict(zip(made["tensors"]["names"], columns(made)["relative"], strict=True))
     assert found.pop(name) == pytest.approx(relative, rel=1e-6)
     assert set(found.values()) == {0.0}
@@ -141,7 +142,50 @@ def test_differences_are_in_the_report_and_the_exit_code(model: Path, tmp_path: 
 def test_equal_checkpoints(model: Path, tmp_path: Path) -> None:
     done, made = report(model, tmp_path / "r.html", "--diff", model, "--values", "--check")
     assert done.code == 0
-    assert section(made, "changes")["rows"] == [["names, dtypes, shapes and values", "equal"]]
+    assert [v["state"] for v in made["verdicts"]] == ["good", "good"]
+    assert not {"changes", "differences", "drift"} & {s["id"] for s in made["sections"]}
+
+
+def test_change_is_drawn_by_layer_and_module(model: Path, tmp_path: Path) -> None:
+    changed = llama("F32")
+    far = {}
+    for i, name in enumerate(("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight")):
+        data = changed[name].bits.view(np.float32).copy()
+        before = data.astype(np.float64)
+        data[0] += 1 + 9 * i
+        changed[name] = Raw("F32", data.view(np.uint32))
+        far[name] = np.linalg.norm(data - before) / np.linalg.norm(data.astype(np.float64))
+    other = saved(tmp_path / "other", changed)
+    _, made = report(model, tmp_path / "r.html", "--diff", other, "--values")
+    drift = section(made, "drift")
+    for name, value in far.items():
+        _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+        row, column = drift["rows"].index(f"model.layers.{layer}"), drift["columns"].index(module)
+        assert drift["values"][row][column] == pytest.approx(value, rel=1e-6)
+
+
+def test_values_that_nobody_read_are_not_called_equal(model: Path, tmp_path: Path) -> None:
+    view = PageView(choice=TensorChoice(), html=tmp_path / "r.html", diff=model)
+    found = look(view, model, OpenOptions())
+    if found.diff is not None:
+        found.diff.values = False  # as headers alone say it
+    verdict = document(found)["verdicts"][1]
+    assert verdict["state"] == "unknown"
+    assert "values not compared" in verdict["text"]
+    assert "equal" not in verdict["text"].lower()
+
+
+def test_flat_charts_are_sentences() -> None:
+    flat = line_chart("a", "A", "Said.", [0, 1], ("layer", "norm"), [{"name": "up", "values": [2.0, 2.01]}])
+    assert (flat["kind"], flat["text"]) == ("statement", "Said.\n\nEvery layer has the same value within 5%: up 2.")
+    steep = line_chart("a", "A", "Said.", [0, 1], ("layer", "norm"), [{"name": "up", "values": [2.0, 3.0]}])
+    assert steep["kind"] == "lines"
+    broken = line_chart("a", "A", "", [0, 1], ("layer", "norm"), [{"name": "up", "values": [2.0, float("nan")]}])
+    assert broken["kind"] == "lines"
+    one = heat_map("a", "A", "Said.", ["layer 0"], ["up"], [[0.5]], "change")
+    assert (one["kind"], one["text"]) == ("statement", "Said.\n\nLayer 0, up: change 0.5.")
+    assert heat_map("a", "A", "", ["0", "1"], ["up"], [[0.5], [None]], "change")["kind"] == "heatmap"
+    assert heat_map("a", "A", "", ["0", "1"], ["up"], [[0.5], [0.49]], "change")["kind"] == "statement"
 
 
 def test_ranks_and_who_holds_what(tmp_path: Path) -> None:
@@ -214,7 +258,7 @@ def test_two_checkpoints_of_a_run(model: Path, tmp_path: Path) -> None:
     done, made = report(tmp_path / "run", tmp_path / "r.html", "--diff", "step-1000", "step-2000", "--values")
     assert done.code == 0
     assert made["title"] == "step-1000"
-    assert ["Compared with", "step-2000"] in made["facts"]
+    assert made["verdicts"][1] == {"state": "good", "text": "Equal to step-2000: every element of 21 tensors"}
     assert ckpttool("inspect", tmp_path / "run", "--html", tmp_path / "r.html").code == 2
 
 
@@ -274,8 +318,8 @@ def test_the_same_page_from_python(model: Path, tmp_path: Path) -> None:
 
     assert ckpttool("inspect", model, "--html", tmp_path / "a.html", "--stats", "--diff", model, "--values").code == 0
     written = api.open(model).report(tmp_path / "b.html", stats=True, diff=model, values=True)
-    assert written == tmp_path / "b.html"
-    assert written.read_bytes() == (tmp_path / "a.html").read_bytes()
+    assert written.path == tmp_path / "b.html"
+    assert Path(written).read_bytes() == (tmp_path / "a.html").read_bytes()
     with pytest.raises(OutputError, match="not a report"):
         api.open(model).report(model / "config.json")
 
@@ -319,7 +363,7 @@ def test_what_was_not_compared_is_told(tmp_path: Path) -> None:
     right = saved(tmp_path / "right", {n: t for n, t in tensors.items() if n != name})
     done, made = report(left, tmp_path / "r.html", "--diff", right)
     assert done.code == 3
-    assert dict(made["facts"])["Difference"] == f"0 of {len(tensors) - 1} tensors changed, 1 only here"
+    assert made["verdicts"][1]["text"] == f"Differs from right: 0 of {len(tensors) - 1} tensors changed, 1 only here"
 
 
 def test_a_component_of_one_side_is_told(tmp_path: Path) -> None:

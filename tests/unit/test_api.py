@@ -170,7 +170,7 @@ def test_a_mapping() -> None:
     assert list(source) == list(source.keys()) == [n for n, _ in source.items()]
     assert len(source.items()) == len(source.values()) == len(source) == 39
     assert source.get("lm_head") is None
-    assert source.get("lm_head.weight") is source["lm_head.weight"]
+    assert source.get("lm_head.weight") == source["lm_head.weight"] == source.catalog["lm_head.weight"]
     assert source != ckpttool.open(LLAMA)
     assert {source: 1}[source] == 1
     with pytest.raises(KeyError):
@@ -259,7 +259,7 @@ def test_tied_names_find_their_owner() -> None:
     assert tied.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert "lm_head.weight" in tied
     assert "lm_head.weight" not in list(tied)
-    assert tied["lm_head.weight"] is tied["model.embed_tokens.weight"]
+    assert tied["lm_head.weight"] == tied["model.embed_tokens.weight"]
     assert np.array_equal(tied.read("lm_head.weight"), tied.read("model.embed_tokens.weight"))
 
 
@@ -426,15 +426,66 @@ def test_reprs_are_one_short_line(tmp_path: Path) -> None:
     for thing in objects:
         assert "\n" not in repr(thing)
         assert len(repr(thing)) < 100 + len(str(tmp_path)) + len(str(FIXTURES))
-    for thing in (source, plan, written, size):
+    for thing in (plan, written, size):
         assert "<table>" in thing._repr_html_()
+
+
+def shown(thing: object) -> str:
+    html = getattr(thing, "_repr_html_")()  # noqa: B009  (of classes that know nothing of notebooks)
+    assert "<script" not in html
+    return str(html)
+
+
+def test_a_notebook_shows_a_checkpoint_as_a_tree_that_folds() -> None:
+    html = shown(ckpttool.open(LLAMA))
+    assert "tp 8, 39 tensors, 419.71 kB" in html
+    assert "<details" in html
+    assert "layers.{0..3}</span>" in html
+    assert "BF16, [64, 64]" in html
+    assert "ema" in shown(ckpttool.open(FIXTURES / "paddle_zcc" / "ep2_tp2_sharding2_ema"))
+
+
+def test_a_notebook_shows_where_a_tensor_lies_and_its_first_elements() -> None:
+    source = ckpttool.open(LLAMA)
+    html = shown(source["model.layers.0.mlp.down_proj.weight"])
+    assert "BF16 [64, 176]" in html
+    assert "model_tp7.safetensors" in html
+    first = source.read("model.layers.0.mlp.down_proj.weight")[0, 0]
+    assert f"{float(first):.4g}"[:6] in html
+
+
+def test_a_notebook_shows_checks_and_differences(tmp_path: Path) -> None:
+    assert "no problem found" in shown(ckpttool.check(LLAMA))
+    shutil.copytree(FIXTURES / "hf_tiny_source", tmp_path / "bad")
+    with (tmp_path / "bad" / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    found = ckpttool.check(tmp_path / "bad")
+    assert "error</b>" in shown(found)
+    assert found.findings[0].id in shown(found.findings[0])
+    different = shown(ckpttool.diff(MERGE / "ft1", MERGE / "ft2"))
+    assert "different: 30 of 30 tensors changed" in different
+    assert different.index("layers.0.self_attn.q_proj") < different.index("layers.2.self_attn.q_proj")
+    assert "equal: every element of 39 tensors" in shown(ckpttool.diff(LLAMA, LLAMA))
+    assert "values not compared" in shown(ckpttool.diff(LLAMA, LLAMA, values=False))
+
+
+def test_a_notebook_shows_a_report(tmp_path: Path) -> None:
+    report = ckpttool.open(FIXTURES / "hf_tiny_source").report()
+    assert report.path is None
+    assert '<iframe sandbox="allow-scripts"' in report._repr_html_()
+    assert "&lt;!doctype html&gt;" in report._repr_html_()
+    written = ckpttool.open(FIXTURES / "hf_tiny_source").report(tmp_path / "r.html")
+    assert Path(written).read_text(encoding="utf-8") == report.html
+    with pytest.raises(UsageError, match="not written to a file"):
+        Path(report)
 
 
 def test_html_is_escaped(tmp_path: Path) -> None:
     save_hf(tmp_path / "src", {"<script>alert(1)</script>.weight": Raw("F32", np.zeros(4, np.uint32))}, {})
-    shown = ckpttool.open(tmp_path / "src")._repr_html_()
-    assert "<script>" not in shown
-    assert "&lt;script&gt;" in shown
+    source = ckpttool.open(tmp_path / "src")
+    for thing in (source, source[next(iter(source))], source.diff(source, values=False), source.reshard()):
+        assert "<script" not in shown(thing)
+    assert "&lt;script&gt;" in shown(source)
 
 
 # -- progress

@@ -10,9 +10,13 @@ None (unknown), NaN or infinite.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
 SCHEMA = "ckpttool.report/1"
+
+FLAT = 0.05
+"""Values that differ by less than this share of the largest are not drawn but written."""
 
 Number = int | float | None
 PageCell = str | int | float | bool | None
@@ -140,6 +144,12 @@ class BarChart(_PageSection):
     value_kind: NotRequired[Kind]
 
 
+class TextSection(_PageSection):
+    """A text alone: what a chart would not show any better."""
+
+    kind: Literal["statement"]
+
+
 class TableColumn(TypedDict):
     """One column of a small table."""
 
@@ -151,9 +161,11 @@ class TableColumn(TypedDict):
 
 
 class PageTable(_PageSection):
-    """A small table: all of its rows are in the page. It is folded behind its first 25 rows."""
+    """A small table: all of its rows are in the page. It is folded behind its first rows."""
 
     kind: Literal["table"]
+    first: NotRequired[int]
+    """Rows before the fold, 25 if it is not given."""
     columns: Sequence[TableColumn]
     rows: Sequence[Sequence[PageCell]]
 
@@ -177,7 +189,9 @@ class PageFindings(_PageSection):
     """What was looked at, and how many of it: `{"files": 3, "tensors": 291}`."""
 
 
-PageSection = Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | PageTable | PageFindings
+PageSection = (
+    Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | TextSection | PageTable | PageFindings
+)
 
 
 def section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> PageSection:
@@ -186,12 +200,78 @@ def section(kind: str, id_: str, title: str, said: str = "", **rest: Any) -> Pag
     return cast("PageSection", about | rest)
 
 
+def line_chart(
+    id_: str,
+    title: str,
+    said: str,
+    x: Sequence[int | float | str],
+    labels: tuple[str, str],
+    series: Sequence[Series],
+    *,
+    log: bool = False,
+) -> PageSection:
+    """Lines over ``x``, or a sentence where all of them are flat; ``labels`` are those of x and y."""
+    if all(_is_flat(s["values"]) for s in series):
+        values = ", ".join([f"{s['name']} {_first(s['values']):.4g}" for s in series if _is_known(s["values"])])
+        flat = f"Every {labels[0]} has the same value within {FLAT:.0%}: {values}." if values else "No value is known."
+        return section("statement", id_, title, f"{said}\n\n{flat}")
+    axes = {"x_label": labels[0], "y_label": labels[1]}
+    return section("lines", id_, title, said, x=x, **axes, log=log, series=series)
+
+
+def heat_map(
+    id_: str,
+    title: str,
+    said: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[Number]],
+    unit: str,
+    labels: tuple[str, str] = ("layer", "module"),
+    *,
+    log: bool = True,
+) -> PageSection:
+    """Numbers as colours, or a sentence where all are the same; ``labels`` are those of rows and columns."""
+    known = [v for row in values for v in row]
+    if _is_flat(known):
+        same = f"{unit} {_first(known):.4g}" if _is_known(known) else "no value is known"
+        where = f"{rows[0]}, {columns[0]}" if len(known) == 1 else f"the same in all cells within {FLAT:.0%}"
+        return section("statement", id_, title, f"{said}\n\n{where[:1].upper()}{where[1:]}: {same}.")
+    named = {"row_label": labels[0], "column_label": labels[1]}
+    return section("heatmap", id_, title, said, rows=rows, columns=columns, **named, values=values, unit=unit, log=log)
+
+
+def _is_known(values: Sequence[Number]) -> bool:
+    return any(v is not None for v in values)
+
+
+def _first(values: Sequence[Number]) -> int | float:
+    return next(v for v in values if v is not None)
+
+
+def _is_flat(values: Sequence[Number]) -> bool:
+    """Whether a drawing would show nothing; gaps between values, and values that are not finite, are worth showing."""
+    known = [v for v in values if v is not None]
+    if len(known) < len(values) or not all(map(isfinite, known)):
+        return not known
+    return not known or max(known) - min(known) <= FLAT * max(map(abs, known))
+
+
+class Verdict(TypedDict):
+    """An answer that stands above everything else."""
+
+    state: Literal["good", "bad", "unsure", "unknown"]
+    text: str
+
+
 class ReportPage(TypedDict):
     """A report."""
 
     schema: Literal["ckpttool.report/1"]
     title: str
     subtitle: str
+    verdicts: NotRequired[Sequence[Verdict]]
+    """What the checkpoint is worth: complete or not, equal or not, in a sentence each."""
     facts: Sequence[Sequence[str]]
     """(label, text), shown as tiles above the sections: the most important ones first, texts of a few words."""
     notes: Sequence[str]

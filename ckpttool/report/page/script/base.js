@@ -95,7 +95,7 @@ function paragraphs(text) {
 // A table, folded behind its first rows; printing unfolds it.
 const FIRST_ROWS = 25;
 
-function plainTable(columns, rows, caption) {
+function plainTable(columns, rows, caption, first = FIRST_ROWS) {
   const body = el("tbody");
   const right = columns.map((c) => (c.align ? c.align === "right" : KINDS[c.kind ?? "text"].right));
   const cells = (row) => row.map((value, i) => {
@@ -104,11 +104,11 @@ function plainTable(columns, rows, caption) {
     return el("td", attributes, show(kind, value));
   });
   const put = (some) => body.append(...some.map((row) => el("tr", null, cells(row))));
-  put(rows.slice(0, FIRST_ROWS));
+  put(rows.slice(0, first));
   const head = columns.map((c, i) => el("th", { scope: "col", class: right[i] ? "right" : null }, c.title));
   const table = el("table", { class: "plain" }, el("caption", { class: "unseen" }, caption), el("thead", null, el("tr", null, head)), body);
   const box = el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": caption }, table);
-  return rows.length > FIRST_ROWS ? [box, moreButton(rows.length, () => put(rows.slice(FIRST_ROWS)))] : [box];
+  return rows.length > first ? [box, moreButton(rows.length, () => put(rows.slice(first)))] : [box];
 }
 
 function moreButton(total, onAll) {

@@ -254,7 +254,7 @@ function drawFigures(section) {
 
 function drawTable(section) {
   if (!section.rows.length) return [el("p", { class: "empty" }, "Nothing to list.")];
-  return plainTable(section.columns, section.rows, section.title);
+  return plainTable(section.columns, section.rows, section.title, section.first);
 }
 
 const SEVERITIES = [["error", "\u2716"], ["warning", "\u26a0"], ["note", "\u2139"]];

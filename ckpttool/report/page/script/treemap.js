@@ -1,8 +1,9 @@
 // Sizes as areas. Boxes are buttons, so that they can be reached and opened by keyboard; a text table says the same.
 
 // What tensors are grouped by, and through which groups one goes down to a tensor.
+const OUTSIDE = "outside layers";
 const GROUPINGS = {
-  layer: { title: "layer", key: (t, i) => t.layer(i) || "outside layers" },
+  layer: { title: "layer", key: (t, i) => t.layer(i) || OUTSIDE },
   module: { title: "module", key: (t, i) => t.module(i) || "(no name)" },
   dtype: { title: "dtype", key: (t, i) => t.column.get("dtype")?.text(i) ?? NONE },
   component: { title: "component", key: (t, i) => t.column.get("component")?.text(i) ?? NONE },
@@ -26,12 +27,13 @@ const ROLES = [
 ];
 const roleOf = (module) => ROLES.find(([, , pattern]) => pattern.test(module))[0];
 
-const MOST_BOXES = 60;
+const MOST_BOXES = 130; // layers of the deepest models
 const INNER_BOXES = 24;
 
 function drawTreemap(section, report) {
   const tensors = report.tensors;
-  const paths = PATHS.filter(([id]) => id !== "component" || (tensors.column.get("component")?.different.length ?? 0) > 1);
+  const told = PATHS.filter(([id]) => different(tensors, GROUPINGS[id].key));
+  const paths = told.length ? told : PATHS.slice(1, 2);
   const map = { tensors, title: section.title, path: paths[0][2], trail: [], open: (i) => openTensor(i, [i]) };
   map.place = el("div", { class: "treemap", role: "group", "aria-label": "Treemap of sizes" });
   map.crumbs = el("nav", { class: "crumbs", "aria-label": "Where in the treemap" });
@@ -51,7 +53,14 @@ function drawTreemap(section, report) {
   return [ways, map.crumbs, map.place, rolesLegend(tensors), map.told.line, map.twin];
 }
 
-// The groups of the level that the trail has come to, largest first; the rest are one group.
+// Whether a grouping has more than one group: a map of one box shows nothing.
+function different(tensors, key) {
+  const first = key(tensors, 0);
+  for (let i = 1; i < tensors.count; i += 1) if (key(tensors, i) !== first) return true;
+  return false;
+}
+
+// The groups of the level that the trail has come to: layers in their order, others largest first; the rest are one group.
 function gather(map) {
   const { tensors, path, trail } = map;
   let chosen = null;
@@ -81,7 +90,7 @@ function groupsOf(tensors, chosen, level, inner) {
     const i = chosen ? chosen[at] : at;
     const k = key(tensors, i);
     let group = found.get(k);
-    if (!group) found.set(k, (group = { key: k, label: k, bytes: 0, count: 0, first: i, inner: new Map(), role: roleOf(tensors.module(i)) }));
+    if (!group) found.set(k, (group = { key: k, label: k, bytes: 0, count: 0, first: i, inner: new Map() }));
     const size = tensors.bytes(i);
     group.bytes += size;
     group.count += 1;
@@ -90,53 +99,64 @@ function groupsOf(tensors, chosen, level, inner) {
     if (part) part.bytes += size;
     else group.inner.set(name, { label: name, bytes: size, role: roleOf(tensors.module(i)) });
   }
-  return [...found.values()].sort((a, b) => b.bytes - a.bytes);
+  const groups = [...found.values()];
+  for (const group of groups) group.role = [...group.inner.values()].reduce((a, b) => (b.bytes > a.bytes ? b : a)).role;
+  if (level !== "layer") return groups.sort((a, b) => b.bytes - a.bytes);
+  const outside = (group) => group.key === OUTSIDE;
+  return groups.sort((a, b) => outside(a) - outside(b) || tensors.compareNames(a.first, b.first));
 }
 
-// Areas in proportion to bytes, as near to squares as they can be, rows along the shorter side (Bruls and others, 2000).
-function squarify(items, x, y, width, height) {
+// Areas in proportion to bytes, as near to squares as they can be: rows along the shorter side (Bruls and others, 2000),
+// or in the order of the items along the width, one row below the other (Bederson and others, 2002).
+function squarify(items, x, y, width, height, ordered = false) {
   const out = [];
   const total = items.reduce((sum, item) => sum + item.bytes, 0);
   const scale = total > 0 ? (width * height) / total : 0;
   const areas = items.map((item) => item.bytes * scale);
   let at = 0;
   while (at < items.length && width > 0 && height > 0) {
-    const side = Math.min(width, height);
+    const along = ordered || width < height;
+    const side = along ? width : height;
     let end = at + 1;
     let sum = areas[at];
-    let best = worst(areas[at], areas[at], sum, side);
+    let best = ratio(areas.slice(at, end), sum, side);
     while (end < items.length) {
-      const next = worst(areas[at], areas[end], sum + areas[end], side);
+      const next = ratio(areas.slice(at, end + 1), sum + areas[end], side);
       if (next > best) break;
       best = next;
       sum += areas[end];
       end += 1;
     }
     const depth = sum / side;
-    let along = 0;
+    let from = 0;
     for (let i = at; i < end; i += 1) {
       const length = areas[i] / depth;
-      out.push(width < height ? { item: items[i], x: x + along, y, w: length, h: depth } : { item: items[i], x, y: y + along, w: depth, h: length });
-      along += length;
+      out.push(along ? { item: items[i], x: x + from, y, w: length, h: depth } : { item: items[i], x, y: y + from, w: depth, h: length });
+      from += length;
     }
-    if (width < height) [y, height] = [y + depth, height - depth];
+    if (along) [y, height] = [y + depth, height - depth];
     else [x, width] = [x + depth, width - depth];
     at = end;
   }
   return out;
 }
-const worst = (largest, smallest, sum, side) => Math.max((side * side * largest) / (sum * sum), (sum * sum) / (side * side * smallest));
+
+// How far the boxes of a row are from squares, on average over their areas.
+function ratio(areas, sum, side) {
+  const depth = sum / side;
+  return areas.reduce((all, area) => all + (area / sum) * Math.max(area / depth / depth, (depth * depth) / area), 0);
+}
 
 const pen = document.createElement("canvas").getContext("2d");
 function textWidth(text, font) {
   pen.font = font;
   return pen.measureText(text).width;
 }
-const LABEL = { font: "600 12px system-ui, sans-serif", size: 12, line: 16, pad: 5 };
+const LABEL = { font: "600 12px system-ui, sans-serif", thin: "12px system-ui, sans-serif", size: 12, line: 16, pad: 5 };
 
 // The longest of some ways to write a label that there is room for, "" if there is none.
-function fitting(ways, width) {
-  return ways.find((text) => textWidth(text, LABEL.font) <= width) ?? "";
+function fitting(ways, width, font = LABEL.font) {
+  return ways.find((text) => textWidth(text, font) <= width) ?? "";
 }
 
 // "model.layers.12" may be written as "layers.12" and as "12".
@@ -149,7 +169,7 @@ function lay(map) {
   if (!map.width) return;
   const height = map.width < 560 ? 400 : 440;
   map.place.style.height = `${height}px`;
-  const laid = squarify(map.boxes, 0, 0, map.width, height);
+  const laid = squarify(map.boxes, 0, 0, map.width, height, map.level === "layer");
   map.buttons = laid.map((box) => treemapBox(map, box));
   map.place.replaceChildren(...map.buttons);
   map.buttons[0]?.setAttribute("tabindex", "0");
@@ -171,7 +191,7 @@ function treemapBox(map, { item, x, y, w, h }) {
     used += LABEL.line + 1;
   };
   if (label) write(label, "label");
-  const size = label && h >= used + LABEL.line + 4 ? fitting([`${bytesText(item.bytes)} \u00b7 ${percent}`, bytesText(item.bytes)], room) : "";
+  const size = label && h >= used + LABEL.line + 4 ? fitting([`${bytesText(item.bytes)} \u00b7 ${percent}`, bytesText(item.bytes)], room, LABEL.thin) : "";
   if (size) write(size, "label size");
   innerBoxes(button, item, w - 2, h - 2, used);
   button.addEventListener("click", () => into(map, item));
@@ -245,7 +265,7 @@ function putCrumbs(map) {
   };
   const items = [crumb("Everything", 0), ...map.trail.map(({ key }, i) => crumb(key, i + 1))];
   const query = map.trail.map(({ level, key }) => `${level}:"${key}"`).join(" ");
-  const findable = map.trail.length && !query.replace(/:"|" |"$/g, "").includes('"') && map.trail.every(({ key }) => !["outside layers", NONE, "(no name)"].includes(key));
+  const findable = map.trail.length && !query.replace(/:"|" |"$/g, "").includes('"') && map.trail.every(({ key }) => ![OUTSIDE, NONE, "(no name)"].includes(key));
   const link = findable && searchTensors ? el("button", { type: "button", class: "small", onclick: () => searchTensors(query) }, "Show in the table") : null;
   map.crumbs.replaceChildren(el("ol", null, items), ...(link ? [link] : []));
 }
