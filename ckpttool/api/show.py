@@ -110,15 +110,14 @@ def check(result: CheckResult) -> str:
     """A verdict, and the findings with their severity."""
     verdict = "\u2714 no problem found" if not result.findings else result.counts
     checked = ", ".join(count(n, noun) for noun, n in result.checked.items())
-    found = [_finding(f, more) for f, more in folded(result.findings)]
+    found = [_finding(f, also) for f, also in folded(result.findings)]
     rest = f"<li>and {len(found) - ROWS:,} more</li>" if len(found) > ROWS else ""
     listed = f"<ul>{''.join(found[:ROWS])}{rest}</ul>" if found else ""
     return table(f"{result.path}: {verdict} in {checked}", [], result.notes, more=listed)
 
 
-def _finding(found: Finding, more: int = 0) -> str:
+def _finding(found: Finding, also: str = "") -> str:
     word, colour = _SEVERITY.get(found.severity, ("\u2139 note", "#0b5cc4"))
-    also = f" and {more:,} more like it" if more else ""
     where = f"<br><code>{text(found.where)}</code>" if found.where else ""
     hint = f"<br>hint: {text(found.hint)}" if found.hint else ""
     head = f'<b style="color:{colour}">{word}</b> <code>{text(found.id)}</code>'
@@ -129,7 +128,7 @@ def diff(result: DiffResult) -> str:
     """A verdict, and the largest changes."""
     if not result.ok:
         verdict = f"\u2260 different: {result.changed:,} of {count(result.compared, 'tensor')} changed"
-    elif result.values:
+    elif result.equal:
         verdict = f"\u2714 equal: every element of {count(result.compared, 'tensor')}"
     else:
         verdict = f"same names, dtypes and shapes in {count(result.compared, 'tensor')}; values not compared"

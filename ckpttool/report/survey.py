@@ -198,12 +198,11 @@ def _verdicts(survey: ReportContents) -> Iterator[Verdict]:
     other = resolved(diff.right.path).name or str(diff.right.path)
     if not diff.ok:
         yield {"state": "unsure", "text": f"Differs from {other}: {_compared(diff)}"}
-    elif diff.values:
+    elif diff.equal:
         how = "within the tolerance" if diff.tolerance else "every element"
         yield {"state": "good", "text": f"Equal to {other}: {how} of {count(diff.compared, 'tensor')}"}
     else:
-        same = f"same names, dtypes and shapes in {count(diff.compared, 'tensor')}"
-        yield {"state": "unknown", "text": f"{other}: {same}; values not compared"}
+        yield {"state": "unknown", "text": f"{other}: {_compared(diff)}"}
 
 
 def _facts(survey: ReportContents) -> Iterator[list[str]]:
