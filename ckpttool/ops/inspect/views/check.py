@@ -46,7 +46,7 @@ class CheckView(View["CheckAnswer"]):
 
     def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.findings and not self.check:
-            raise UsageError("--findings belongs to --check")
+            raise UsageError("--findings belongs to --check", hint="add --check")
 
     def refuse_filters(self) -> None:
         if self.choice.components and not self.values:
