@@ -215,4 +215,4 @@ def test_a_pickle_that_is_not_packed_is_read_to_its_end(tmp_path: Path, monkeypa
 def test_one_question_at_a_time() -> None:
     done: Done = ckpttool("inspect", FIXTURES, "--imports", "--list")
     assert (done.code, "different questions" in done.err) == (2, True)
-    assert "filters do not apply" in ckpttool("inspect", FIXTURES, "--imports", "--filter", "*").err
+    assert "does not take filters" in ckpttool("inspect", FIXTURES, "--imports", "--filter", "*").err
