@@ -55,8 +55,8 @@ def check_numbers(listing: Listing, sets: Sets, wanted: Mapping[str, None], resu
     """Gaps and mixtures in ``stem-00001-of-00004``."""
     if len(sets) > 1 and not wanted:
         shown = ", ".join(f"{s}-*-of-{t:05d}" for s, t in sets)
-        text = f"shards of {len(sets)} sets lie in one directory: {shown}"
-        result.add("shard-numbering", text, listing.root, "move all but one set away")
+        text = f"shards of {len(sets)} sets are in one directory: {shown}"
+        result.add("shard-numbering", text, listing.root, "keep one set and move the others away")
         return
     named = sets_of(wanted)
     for (stem, total), parts in sets.items():
@@ -73,7 +73,7 @@ def check_numbers(listing: Listing, sets: Sets, wanted: Mapping[str, None], resu
             )
         beyond = sorted(p for p in parts if p > total or p < 1)
         if beyond:
-            text = f"there is a shard {beyond[-1]} of {total}"
+            text = f"shard {beyond[-1]} of {total}: the number is not from 1 to {total}"
             result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
 
 
@@ -112,18 +112,18 @@ def check_mapping(
         held = places.get(name)
         if held is None:
             if shard not in unknown and not index.stands_for:
-                text = f"the index puts tensor `{name}` in {shard}, and no shard holds it"
+                text = f"the index maps tensor `{name}` to {shard}, but no shard has it"
                 result.add(
                     "index-missing", text, listing.path(shard), "the model lacks a tensor, or the index is stale"
                 )
         elif shard not in held and shard not in unknown:
-            text = f"the index puts tensor `{name}` in {shard}; it is in {held[0]}"
+            text = f"the index maps tensor `{name}` to {shard}, but it is in {held[0]}"
             result.add("index-shard", text, listing.path(shard), ANEW)
     for name, held in places.items():
         if name not in mapped and not (index.stands_for and "@" in name):
             result.add(
                 "index-extra",
-                f"tensor `{name}` of {held[0]} is not in the index, so loaders do not see it",
+                f"tensor `{name}` of {held[0]} is not in the index; loaders skip it",
                 listing.path(held[0]),
                 ANEW,
             )
@@ -156,7 +156,7 @@ def explain_total(said: float, tensors: list[StoredTensor], file_bytes: int) -> 
         (real - e5m2, f"F8_E5M2 was counted as nothing: {named}"),
         (real - bools + bools // 8, f"BOOL was counted as one bit: {named}"),
         (real - e5m2 - bools + bools // 8, f"F8_E5M2 was counted as nothing and BOOL as one bit: {named}"),
-        (real - fp8, "FP8 tensors were left out"),
+        (real - fp8, "FP8 tensors were not counted"),
         (real + fp8, "FP8 tensors were counted with two bytes an element, as before they were quantized"),
         (sum(prod(t.shape) for t in tensors), "this is the number of elements"),
         (file_bytes, "this is the size of the files, headers included"),

@@ -59,9 +59,10 @@ def check_page(view: PageView) -> None:
     Before a checkpoint is read for hours.
     """
     path = _path(view)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else "has no directory to lie in"
-        raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
+    if path.is_dir():
+        raise OutputError("--html names a directory", where=str(path), hint="name a file in it")
+    if not path.parent.is_dir():
+        raise OutputError("the directory of the report does not exist", where=str(path.parent), hint="create it first")
     refuse_others(path, "the report", BEGINS)
 
 

@@ -28,7 +28,7 @@ def test_a_page_is_plain_text(name: str) -> None:
     done = ckpttool("explain", name)
     assert (done.code, done.err) == (0, "")
     title = page(name).splitlines()[0].removeprefix("# ")
-    assert done.out.startswith(f"{title}\n{'=' * len(title)}\n\nFor people ")
+    assert done.out.startswith(f"{title}\n{'=' * len(title)}\n\n")
     assert "```" not in done.out
     assert "](" not in done.out
     assert f"ckpttool.errors.{name.capitalize()}Error" in done.out
@@ -46,7 +46,7 @@ def test_a_finding() -> None:
     assert ckpttool("explain", "[shard-missing]").out.splitlines() == [
         "shard-missing: a finding",
         "  severity:    error",
-        "  meaning:     a shard that the index names, or that is left out in the numbers of the others, is not there",
+        "  meaning:     a shard that the index lists, or a number between those of the others, is missing",
         "  what to do:  fetch that file",
     ]
 

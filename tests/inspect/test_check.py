@@ -636,7 +636,7 @@ def total_with(tmp_path: Path, tensors: dict[str, Raw], total: Callable[[int], i
         ("F8_E5M2", lambda n: n - 256, "F8_E5M2 was counted as nothing"),
         ("BOOL", lambda n: n - 256 + 32, "BOOL was counted as one bit"),
         ("F8_E4M3", lambda n: n + 256, "as before they were quantized"),
-        ("F8_E4M3", lambda n: n - 256, "FP8 tensors were left out"),
+        ("F8_E4M3", lambda n: n - 256, "FP8 tensors were not counted"),
         ("F8_E4M3", lambda n: (n - 256) // 2 + 256, "number of elements"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_manifest(tmp_path: Path, used: list[FakeFleet]) -> None:
     path.write_bytes(data)
     done = same(used, dst, "--check")
     assert done.code == 3
-    assert "are not those that were written" in done.out
+    assert "has changed since it was written" in done.out
 
 
 def test_differences(tmp_path: Path, used: list[FakeFleet]) -> None:

@@ -293,7 +293,10 @@ def test_no_file_but_a_report_is_replaced(model: Path, tmp_path: Path) -> None:
     done = ckpttool("inspect", model, "--html", other)
     assert (done.code, "a file that is not a report" in done.err) == (1, True)
     assert "Mine" in other.read_text()
-    assert ckpttool("inspect", model, "--html", tmp_path / "none" / "r.html").code == 1
+    done = ckpttool("inspect", model, "--html", tmp_path / "none" / "r.html")
+    assert (done.code, "the directory of the report does not exist" in done.err) == (1, True)
+    done = ckpttool("inspect", model, "--html", tmp_path / "new.html", "--findings", "sarif")
+    assert (done.code, "hint: add --check" in done.err) == (2, True)
 
 
 def test_nothing_is_written_for_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def test_a_checkpoint_that_goes_meanwhile_is_left_out(tmp_path: Path) -> None:
     with patch("ckpttool.ops.inspect.runs.read", racing):
         answer = listed(tmp_path)
     assert [r["name"] for r in answer["checkpoints"]] == ["step-3"]
-    assert answer["notes"] == [f"step-{n} has gone while the checkpoints were listed" for n in (1, 2)]
+    assert answer["notes"] == [f"step-{n} disappeared while the checkpoints were listed" for n in (1, 2)]
 
 
 @pytest.mark.parametrize("options", [("--filter", "x"), ("--only", "model"), ("--list",), ("--html", "r.html")])
@@ -351,7 +351,7 @@ def test_what_a_list_of_checkpoints_does_not_go_with(options: tuple[str, ...], t
 def test_no_checkpoints_at_all(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = ckpttool("inspect", tmp_path, "--checkpoints")
-    assert (done.code, "there are no checkpoints in this directory" in done.err) == (2, True)
+    assert (done.code, "no checkpoints in this directory" in done.err) == (2, True)
     assert "no checkpoint format is recognised" in ckpttool("inspect", tmp_path).err
 
 

@@ -51,9 +51,9 @@ class LongestAnswer(ListingAnswer):
 def test_a_new_view_is_one_class_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(registry, "VIEWS", (*VIEWS, LongestView)):
         view = chosen(TensorChoice(), longest=True)
-        with pytest.raises(UsageError, match="--list and --longest are different questions"):
+        with pytest.raises(UsageError, match="--list and --longest cannot be combined"):
             chosen(TensorChoice(), longest=True, list_=True)
-        with pytest.raises(UsageError, match="--longest looks at a whole checkpoint"):
+        with pytest.raises(UsageError, match="--longest does not take filters"):
             chosen(TensorChoice(patterns=("*",)), longest=True)
         with pytest.raises(UsageError, match="--longest is not part of a report"):
             chosen(TensorChoice(), longest=True, html=Path("page.html"))

@@ -285,7 +285,7 @@ def _check_set(
     wanted = dict.fromkeys((mapped or {}).values())
     missing = [n for n in wanted if n not in names]
     for name in missing:
-        result.add("shard-missing", f"the index names {name}, which is not there", listing.root, "fetch the file")
+        result.add("shard-missing", f"{name} is missing; the index lists it", listing.root, "fetch the file")
     if not listing.single.endswith(".safetensors"):
         check_numbers(listing, sets_of(f.name for f in files), wanted, result)
     if isinstance(stored, StoredCheckpoint):
@@ -338,7 +338,7 @@ def _check_stems(
             continue
         missing = set(index.mapped.values()) - {Path(f.name).name for f in own}
         for file in sorted(missing):
-            result.add("shard-missing", f"{name} names {file}, which is not there", listing.root, "fetch the file")
+            result.add("shard-missing", f"{file} is missing; {name} lists it", listing.root, "fetch the file")
         if not any(Path(f.name).name in index.mapped.values() for f in members):
             continue  # the map is of other files; that these are missing is said
         check_mapping(listing, members, index, missing, result, rules)
@@ -450,7 +450,7 @@ def _config(listing: Listing, stored: StoredCheckpoint | CkptError, result: Chec
         return stored.config
     if "config.json" not in listing.names:
         if not listing.single and "adapter_config.json" not in listing.names:
-            text = "there is no config.json; tensors are not compared with it"
+            text = "no config.json: tensors were not checked against it"
             result.add("config-missing", text, listing.root)
         return {}
     return _json(listing, "config.json", "config-json", result) or {}
@@ -499,14 +499,14 @@ def _check_manifest(
         there = _manifest_names(f.tensors)
         several = Path(name).name.startswith("optimizer") or any(t.component != "model" for t in f.tensors)
         if several and set(there) != set(tensors):
-            result.notes.append(f"the manifest does not tell the tensors of {name} apart; its size is compared")
+            result.notes.append(f"the manifest cannot tell the tensors of {name} apart; only its size was checked")
             continue
         for tensor, digest in tensors.items():
             if tensor in there:
                 if (listing.path(name), there[tensor].offset) not in padded:
                     todo.append((f, there[tensor], str(digest)))
             else:
-                text = f"the manifest lists tensor `{tensor}` of {name}, which is not in it"
+                text = f"tensor `{tensor}` is missing from {name}; the manifest lists it"
                 result.add("manifest-tensor", text, listing.path(name))
         for tensor in there:
             if tensor not in tensors:
@@ -544,7 +544,7 @@ def _check_sizes(listing: Listing, sizes: Mapping[str, Any], result: CheckResult
             real = DataFile.at(listing.path(name)).size
         except (OSError, ValueError):  # ValueError: no file can have such a name
             wrong.add(name)
-            result.add("manifest-file", f"the manifest lists {name}, which is not there", listing.root)
+            result.add("manifest-file", f"{name} is missing; the manifest lists it", listing.root)
             continue
         if real != size:
             wrong.add(name)
@@ -584,6 +584,6 @@ def _prove(
         found = taken.removeprefix(f"{ALGORITHM}:")
         progress.advance(t.nbytes)
         if found != wanted:
-            text = f"the bytes of tensor `{t.name}` are not those that were written: {found}, written {wanted}"
+            text = f"tensor `{t.name}` has changed since it was written: checksum {found}, expected {wanted}"
             result.add("manifest-checksum", text, listing.path(f.name), "fetch or write the file again")
     progress.finish()

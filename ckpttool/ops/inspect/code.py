@@ -49,7 +49,9 @@ def code_findings(listing: Listing, proven: Collection[Place] = ()) -> Iterator[
             yield Finding("pickle-code", text, str(path), "do not load it; torch.load(weights_only=True) refuses it")
         elif found and not bad:
             text = f"{name} imports {_named(found)} when it is loaded"
-            yield Finding("pickle-imports", text, str(path), "no part of weights: load it only if you trust its source")
+            yield Finding(
+                "pickle-imports", text, str(path), "weights do not need it: load it only if you trust its source"
+            )
 
 
 def code_note(listing: Listing, proven: Collection[Place] = ()) -> str:

@@ -33,7 +33,7 @@ def list_imports(src: AnyPlace) -> ImportsResult:
     for name in [path.name] if alone else sorted(walk(root)):
         place = root / name
         if not place.is_file():  # a pipe would be waited for
-            out.notes.append(f"{name} is no regular file, and is not looked at")
+            out.notes.append(f"{name} is not a regular file; skipped")
             continue
         try:
             with place.open("rb") as f:
@@ -50,7 +50,7 @@ def list_imports(src: AnyPlace) -> ImportsResult:
         sound = any(is_dangerous(n.name) for n in found) and is_paddles(place)
         out.found += [Import(name, n.member, n.offset, n.name, n.times, _verdict(n, sound=sound)) for n in found]
         if bare:
-            out.notes.append(f"{name}: no pickle is found in this zip, which may be cut off")
+            out.notes.append(f"{name}: no pickle found in this zip; it may be truncated")
     return out
 
 

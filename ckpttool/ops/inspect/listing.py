@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.containers.safetensors import read_header
 from ckpttool.core.catalog import SHARDED, Catalog, StoredTensor, in_order, is_derived
-from ckpttool.core.dtypes import nbytes, parse
+from ckpttool.core.dtypes import find, nbytes
 from ckpttool.core.files import AnyPlace, DataFile, Place, source_files
 from ckpttool.core.mesh import Mesh
 from ckpttool.core.patterns import matching
@@ -249,13 +249,13 @@ def choose(rows: list[TensorRow], choice: TensorChoice, path: Place = Path()) ->
         wanted = wanted_names(choice.patterns, {r.name: r.parameter for r in rows})
         rows = [r for r in rows if r.name in wanted]
     if choice.dtypes:
-        names = {parse(d).name for d in choice.dtypes}
-        there = {r.dtype for r in rows}
-        rows = [r for r in rows if r.dtype in names]
+        names = {d: dtype.name if (dtype := find(d)) else "" for d in choice.dtypes}
+        there = "dtypes here: " + ", ".join(sorted({r.dtype for r in rows}))
+        if unknown := [d for d, name in names.items() if not name]:
+            raise UsageError(f"--dtype: unknown dtype `{unknown[0]}`", hint=there)
+        rows = [r for r in rows if r.dtype in names.values()]
         if not rows:
-            raise UsageError(
-                f"--dtype {', '.join(choice.dtypes)} matches no tensor", hint="dtypes here: " + ", ".join(sorted(there))
-            )
+            raise UsageError(f"--dtype {', '.join(choice.dtypes)} matches no tensor", hint=there)
     if choice.min_size:
         largest = max((r.nbytes for r in rows), default=0)
         rows = [r for r in rows if r.nbytes >= choice.min_size]

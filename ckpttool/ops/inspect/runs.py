@@ -82,7 +82,7 @@ def list_run(src: AnyPlace, options: OpenOptions) -> RunListing:
     run = run_at(path)
     if not run.saves:
         raise UsageError(
-            "there are no checkpoints in this directory",
+            "no checkpoints in this directory",
             where=str(path),
             hint="--checkpoints lists those of a run: step-1000, checkpoint-500, iter_0001000, ...",
         )
@@ -91,7 +91,7 @@ def list_run(src: AnyPlace, options: OpenOptions) -> RunListing:
     for save in run.saves:
         row = _row(save, options, alike)
         if row is None:
-            notes.append(f"{save.name} has gone while the checkpoints were listed")
+            notes.append(f"{save.name} disappeared while the checkpoints were listed")
         else:
             rows.append(row)
     rows = _with_marks(run, rows)
@@ -114,7 +114,7 @@ def pick_save(src: AnyPlace, name: str) -> Place:
         return plain
     names = [s.name for s in run_at(path).saves]
     raise UsageError(
-        f"there is no checkpoint `{name}` here",
+        f"no checkpoint `{name}` here",
         where=str(path),
         hint=f"its checkpoints: {some(names, 6)}" if names else "give two paths: inspect SRC --diff OTHER",
     )

@@ -85,8 +85,8 @@ def _scales(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, com
         if not set(tensors[scale].files) & set(tensors[weight].files):
             apart.append(scale)
     if apart:
-        text = f"{len(apart)} scales lie in another file than their weight, the first is `{apart[0]}`"
-        yield "scale-shard", text, "", "no fault, but tools that read file by file lose them"
+        text = f"{len(apart)} scales are not in the file of their weight, the first is `{apart[0]}`"
+        yield "scale-shard", text, "", "allowed, but tools that read one file at a time lose them"
     if not complete:
         return
     for name in tensors:
@@ -94,7 +94,7 @@ def _scales(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, com
         if end is not None and name not in pairs and name not in packed:
             stem = name.removesuffix(end) + _STEMS[end]
             if not any(stem + p in tensors for p in _PACKED):
-                yield "scale-orphan", f"scale `{name}` has no weight: `{stem}` is not there", "", ""
+                yield "scale-orphan", f"scale `{name}` has no weight: `{stem}` is missing", "", ""
     scaled = set(pairs.values())
     bare = [
         n
@@ -158,12 +158,12 @@ def _layers(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, com
     gone = list(islice((n for n in range(wanted) if n not in layers), 9))  # a config may claim any number
     if gone and complete:
         shown = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
-        yield "config-layers", f"config.json says {wanted} layers; there are no tensors of layer {shown}", "", ""
+        yield "config-layers", f"config.json says {wanted} layers; no tensors of layer {shown}", "", ""
     more = whole_number(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     beyond = sorted(n for n in layers if n >= wanted + more)
     if beyond:
         shown = ", ".join(map(str, beyond[:8])) + (" ..." if len(beyond) > 8 else "")
-        yield "config-extra-layers", f"config.json says {wanted} layers; there are tensors of layer {shown}", "", ""
+        yield "config-extra-layers", f"config.json says {wanted} layers; extra tensors of layer {shown}", "", ""
 
 
 def _vocabulary(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], vocab_axis: VocabAxis) -> _Found:
@@ -197,8 +197,8 @@ def _tie(tensors: Mapping[str, NamedShape], config: Mapping[str, Any], *, comple
     names = config.get("architectures")
     causal = isinstance(names, list) and any(str(a).endswith(("CausalLM", "LMHeadModel")) for a in names)
     if tied is True and head is not None:
-        text = f"config.json ties `{head}` to `{embedding}`, and both are stored"
+        text = f"config.json ties `{head}` to `{embedding}`, but both are stored"
         yield "config-tied-copy", text, "", "loaders use one of them"
     elif tied is False and head is None and causal and complete:
-        text = "config.json does not tie the embeddings, and there is no output head (lm_head.weight)"
-        yield "config-tie", text, "", "the head is missing, or tie_word_embeddings should be true"
+        text = "config.json does not tie the embeddings, but the output head (lm_head.weight) is missing"
+        yield "config-tie", text, "", "fetch the head, or set tie_word_embeddings to true"

@@ -198,7 +198,7 @@ def _show(catalog: Catalog, text: str) -> TensorSlice:
     elif text not in tensors and (m := re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)):
         name = m[1]  # of no tensor; what may have been meant is like it
     if name not in tensors:
-        raise UsageError(f"--show `{name}`: there is no such tensor", hint=nearest_hint(name, list(tensors)))
+        raise UsageError(f"--show `{name}`: no such tensor", hint=nearest_hint(name, list(tensors)))
     tensor = tensors[name]
     if lookup(tensor.dtype).bits % 8:
         raise UnsupportedError(f"`{name}` is {tensor.dtype}: its elements are smaller than a byte and cannot be shown")
@@ -207,7 +207,7 @@ def _show(catalog: Catalog, text: str) -> TensorSlice:
     if size > SHOWN:
         raise UsageError(
             f"--show `{text}` is {size:,} bytes, too much to read as text",
-            hint=f"give a part of it, for example '{name}[{', '.join([':4'] * len(tensor.shape))}]'",
+            hint=f"show part of it, for example '{name}[{', '.join([':4'] * len(tensor.shape))}]'",
         )
     return TensorSlice(name, tensor.dtype, tensor.shape, index, read_tensor(catalog, tensor, box)[picks])
 

@@ -184,7 +184,7 @@ def _sums(catalog: Catalog, checked: dict[str, int]) -> _Found:
             for member, said, crc in member_sums(info.place):
                 checked["checksum"] = checked.get("checksum", 0) + 1
                 if crc != said:
-                    text = f"`{member}` is damaged: its CRC-32 is {crc:08x}, the zip says {said:08x}"
+                    text = f"`{member}` is damaged: its CRC-32 is {crc:08x}, the zip records {said:08x}"
                     yield "member-checksum", text, str(info.place), "fetch or write the file again"
         except CkptError as e:
             yield "corrupt", e.what, "; ".join(e.where), e.hint or ""
@@ -192,7 +192,7 @@ def _sums(catalog: Catalog, checked: dict[str, int]) -> _Found:
 
 def _tied(catalog: Catalog, embedding: LogicalTensor, head: LogicalTensor) -> Iterator[_Raw]:
     if _differ(catalog, embedding, head):
-        text = f"config.json ties `{head.key}` to `{embedding.key}`, and they differ"
+        text = f"config.json ties `{head.key}` to `{embedding.key}`, but they differ"
         yield "tied-differ", text, (), "loaders use one of them and lose the other"
 
 
@@ -235,10 +235,10 @@ def _padding(catalog: Catalog, tensor: LogicalTensor) -> Iterator[_Raw]:
     for pad in tensor.pads:
         if pad.stored_box.volume and not pad.free and not _is_padding(catalog, tensor, pad):
             if len(pad.stored.shape) == len(tensor.shape) > 1:
-                text = f"the padding of `{tensor.key}` holds something else than zeros or copies of the last row"
+                text = f"the padding of `{tensor.key}` is neither zeros nor copies of the last row"
                 hint = "the sizes given for the source may be wrong"
             else:
-                text = f"the padding behind a shard of `{tensor.key}` holds something else than zeros"
+                text = f"the padding behind a shard of `{tensor.key}` is not zeros"
                 hint = "the shard is longer than the tensor, or its shape is not that of this save"
             yield "padding", text, (pad.stored,), hint
 

@@ -135,11 +135,9 @@ class View(ABC, Generic[A_co]):
         """Raises UsageError for filters that do not apply to the view, which is asked for."""
         choice = self.choice
         if self.whole and choice.components:
-            raise UsageError(
-                f"--only does not apply to {self.label}", hint="--list --only COMPONENT shows which files it lies in"
-            )
+            raise UsageError(f"--only does not apply to {self.label}", hint="--list --only COMPONENT shows its files")
         if self.whole and narrows(choice):
-            raise UsageError(f"{self.label} looks at a whole checkpoint or at what it names; filters do not apply")
+            raise UsageError(f"{self.label} does not take filters")
 
     def opened(self, src: AnyPlace) -> tuple[AnyPlace, Self]:
         """The checkpoint to look at where SRC names several; and the view of it."""

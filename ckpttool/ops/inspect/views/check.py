@@ -46,13 +46,13 @@ class CheckView(View["CheckAnswer"]):
 
     def refuse(self, asked: Sequence[View[ViewAnswer]]) -> None:
         if self.findings and not self.check:
-            raise UsageError("--findings belongs to --check")
+            raise UsageError("--findings belongs to --check", hint="add --check")
 
     def refuse_filters(self) -> None:
         if self.choice.components and not self.values:
-            raise UsageError("--only with --check says whose elements --values reads", hint="add --values")
+            raise UsageError("--only with --check needs --values", hint="add --values")
         if narrows(self.choice):
-            raise UsageError("--check looks at a whole checkpoint or at what it names; filters do not apply")
+            raise UsageError("--check does not take filters: it checks the whole checkpoint")
 
     def look(self, at: InspectedSource) -> CheckAnswer:
         from ckpttool.ops.inspect.check import check

@@ -55,7 +55,7 @@ class ComparingView(View[A_co]):
             return src, self
         first, second = pick_save(src, str(self.diff)), pick_save(src, self.second)
         if first == second:
-            raise UsageError(f"--diff names one checkpoint twice: {self.diff}", where=str(first))
+            raise UsageError(f"--diff names the same checkpoint twice: {self.diff}", where=str(first))
         return first, replace(self, diff=second, second="")
 
     @property
@@ -154,9 +154,9 @@ class DiffAnswer(ResultAnswer):
         gets all as a table, and the verdict on stderr.
         """
         verdict = "\n".join(self._verdict())
-        yield Paragraph(verdict, quiet=True, loud=self.ok)
-        if not self.ok:
-            yield PerMedium(lambda: self._terminal(verdict), lambda: [*self._pipe(), Message(verdict)])
+        yield Paragraph(verdict, quiet=True, loud=False)
+        below = Paragraph(verdict) if self.ok else Message(verdict)
+        yield PerMedium(lambda: self._terminal(verdict), lambda: [*self._pipe(), below])
 
     def _verdict(self) -> Iterator[str]:
         """What is known of all tensors, and what was not compared. Only what was read is called equal."""

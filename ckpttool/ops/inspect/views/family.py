@@ -17,7 +17,7 @@ class FamilyView(View["FamilyAnswer"]):
 
     name = "family"
     whole = True
-    suggest_family: bool = flag("--suggest-family", "Print a family file to start from, for a model that none is for.")
+    suggest_family: bool = flag("--suggest-family", "Print a family file to start from, if no built-in family fits.")
 
     def look(self, at: InspectedSource) -> FamilyAnswer:
         from ckpttool.formats.parts import parts_of

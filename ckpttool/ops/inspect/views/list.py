@@ -12,7 +12,7 @@ from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View
 
 
 class ListView(View["ListAnswer"]):
-    """Every tensor, with dtype, shape, bytes and where it lies."""
+    """Every tensor with its dtype, shape, bytes and file."""
 
     name = "list"
     list_: bool = flag("--list", "One tensor a line.")

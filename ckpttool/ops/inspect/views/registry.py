@@ -67,8 +67,8 @@ def chosen(choice: TensorChoice, *, on: str = "", **given: Any) -> View[ViewAnsw
     elif len(asked) > 1:
         together = not any(v.outside_report for v in asked)
         raise UsageError(
-            f"{' and '.join(v.label for v in asked)} are different questions",
-            hint="ask one at a time" + (", or all in a report: --html FILE" if together else ""),
+            f"{' and '.join(v.label for v in asked)} cannot be combined",
+            hint="use one at a time" + (", or put both in a report: --html FILE" if together else ""),
         )
     for view in views.values():
         view.refuse(asked)

@@ -23,7 +23,7 @@ class RunView(View["RunAnswer"]):
 
     def refuse_filters(self) -> None:
         if self.choice.components or narrows(self.choice):
-            raise UsageError("--checkpoints is about whole checkpoints; filters do not apply")
+            raise UsageError("--checkpoints does not take filters")
 
     def look(self, at: InspectedSource) -> RunAnswer:
         return RunAnswer.of(at)
@@ -121,7 +121,7 @@ class RunAnswer(PrintedAnswer):
         run = self.run
         lines = [f"{plain(r.name)}: {plain(r.why)}" for r in run.rows if r.why]
         if run.resume:
-            lines.append(f"< training goes on from {plain(run.resume)} ({plain(run.because)})")
+            lines.append(f"< training resumes from {plain(run.resume)} ({plain(run.because)})")
         total = sum(r.nbytes for r in run.rows)
         lines.append(f"{plain(str(run.path))}: {count(len(run.rows), 'checkpoint')}, {short(total)}")
         return Paragraph("\n" + "\n".join(lines), wrap=True)

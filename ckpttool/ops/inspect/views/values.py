@@ -53,7 +53,7 @@ class ValuesView(View["ValuesAnswer | TotalAnswer"]):
         if self.total and (not self.digest or self.stats or self.histogram):
             raise UsageError("--total belongs to --hash alone", hint="`--hash --total`")
         if self.total and narrows(self.choice):
-            raise UsageError("--total is of everything; filters do not apply", hint="--only chooses components")
+            raise UsageError("--total covers all tensors and does not take filters", hint="--only selects components")
 
     def look(self, at: InspectedSource) -> ValuesAnswer | TotalAnswer:
         listing = at.tensors(self.choice)
