@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,15 @@ import typer
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.process import reader_may_leave
-from ckpttool.cli.values import sides
+from ckpttool.cli.values import powers_of_two, sides
 from ckpttool.core.words import either, one_of, parse_count, parse_size
-from ckpttool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device
+
+
+_SIZE = re.compile(r"[\d.,_]+ *[kmgt]?i?b|[\d,_]{5,}", re.IGNORECASE)
+"""A size with its unit, or many bytes: 4090 is a GPU, and 80 an error."""
 
 
 @dataclass
@@ -27,50 +31,47 @@ class SizeOptions(options.QuantOptions):
         value(
             "--recipe",
             "RECIPE",
-            f"Precision: {either(choices.SIZED)}; default: block, as-is when quantized.",
+            f"{', '.join(choices.SIZED)}; default: block.",
             choices.SIZED,
         ),
     ] = ""
-    static_act: Annotated[bool, flag("--static-act", "Also one scale for the inputs of each weight.")] = False
-    no_mtp: Annotated[bool, flag("--no-mtp", "Without the multi-token-prediction layers.")] = False
+    static_act: Annotated[bool, flag("--static-act", "Also a scale for the inputs of each weight.")] = False
+    no_mtp: Annotated[bool, flag("--no-mtp", "Omit multi-token-prediction layers.")] = False
 
 
-def _device(memory: str, name: str) -> Device | None:
-    """--device-mem or --gpu; a number of gigabytes without a unit is an error and not a number of bytes."""
+def _device(text: str) -> Device | None:
+    """A GPU by name, or the memory of any other."""
     from ckpttool.ops.fp8_size.devices import Device, gpu
 
-    if memory and name:
-        raise UsageError("--gpu and --device-mem exclude each other", hint="--gpu says how much memory it has")
-    if name:
-        return gpu(name)
-    if not memory:
+    if not text:
         return None
-    size = parse_size(memory, "--device-mem")
-    if size < 1000:
-        raise UsageError(f"--device-mem {memory} is {size} bytes", hint=f"with a unit: {memory}GB or {memory}GiB")
-    return Device("", size)
+    return Device("", parse_size(text, "--gpu")) if _SIZE.fullmatch(text) else gpu(text)
 
 
 @dataclass
 class Counted:
     """What is counted, and how; under the names that Question has for it."""
 
-    config: Annotated[str | None, value("--config", "FILE", "config.json of a SRC that has none.")] = None
-    vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None
-    kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
-    batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None
-    train: Annotated[bool, flag("--train", "What training holds instead of serving.")] = False
-    zero: Annotated[int | None, value("--zero", "N", "Stage of ZeRO; default: 1.", min=0, max=3)] = None
+    config: Annotated[str | None, value("--config", "FILE", "config.json, if SRC has none.")] = None
+    vocab_pad: Annotated[int | None, number("--vocab-pad", "Pad the vocabulary to a multiple of N; default: 64.")] = (
+        None
+    )
+    kv: Annotated[str, value("--kv", "DTYPE", f"KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
+    batch: Annotated[int | None, number("--batch", "Concurrent sequences; default: 1.")] = None
+    train: Annotated[bool, flag("--train", "Memory of training instead of serving.")] = False
+    zero: Annotated[int | None, value("--zero", "N", "ZeRO stage; default: 1.", min=0, max=3)] = None
     dp: Annotated[int | None, number("--dp", "Data-parallel ranks; default: 1.")] = None
-    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 (default) or bf16.", ("fp32", "bf16"))] = ""
+    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 or bf16; default: fp32.", ("fp32", "bf16"))] = ""
     master: Annotated[str, value("--master", "DTYPE", "Master weights: fp32 or none.", ("fp32", "none"))] = ""
     moment: Annotated[str, value("--moment", "DTYPE", "The two moments: fp32 or bf16.", ("fp32", "bf16"))] = ""
-    fp8_transposed: Annotated[
-        bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
-    ] = False
-    check_total_size: Annotated[
-        bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
-    ] = False
+    fp8_transposed: Annotated[bool, flag("--fp8-transposed", "Hold codes twice, for the backward pass.")] = False
+    check_total_size: Annotated[bool, flag("--check-total-size", "Compare index and headers; exit 3 if different.")] = (
+        False
+    )
+
+
+_OF_OTHERS = ("pp", "ep", "etp", "select", "rank_pattern", "split", "sharding", "also", "part")
+"""Options of a source that no estimate needs: a config.json is enough for one."""
 
 
 @options.grouped
@@ -80,25 +81,25 @@ def size(
     how: SizeOptions,
     out: options.MeshOptions,
     counted: Counted,
-    tokens: Annotated[str, value("--tokens", "N", "Tokens of a sequence: 32768 or 32k.")] = "",
+    tokens: Annotated[str, value("--tokens", "N", "Tokens per sequence: 32768 or 32k.")] = "",
     max_model_len: Annotated[
-        str, value("--max-model-len", "N", "Tokens that an engine reserves in every layer, whatever its window.")
-    ] = "",
-    device_mem: Annotated[
-        str, value("--device-mem", "SIZE", "Memory of a device, such as 80GB; exit 3 if it is not enough.")
+        str, value("--max-model-len", "N", "Tokens that the engine reserves in every layer.")
     ] = "",
     gpu: Annotated[
         str,
         value(
             "--gpu",
-            "NAME",
-            "Memory of a GPU by name: h100, a100-40gb, mi300x, ...; exit 3 if it is not enough.",
+            "NAME|SIZE",
+            "Does it fit? h100, a100-40gb, mi300x, ..., or 80GB.",
             choices.GPUS,
         ),
     ] = "",
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
     unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: GB and GiB.", choices.UNITS)] = "",
-    source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also", "part")],
+    source: Annotated[
+        options.SourceOptions,
+        options.without(*_OF_OTHERS),
+    ],
     shown: options.OutputFlags,
 ) -> None:
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
@@ -114,7 +115,7 @@ def size(
         WantedRecipe(
             how.recipe,
             sides(how.block, "--block"),
-            how.scale_dtype,
+            powers_of_two(how.scale_dtype)[0],  # which makes no difference in bytes
             how.quant_method,
             how.static_act,
             tuple(how.keep or ()),
@@ -131,7 +132,7 @@ def size(
         pp_layout=out.layers(),
         tokens=parse_count(tokens, "--tokens") if tokens else None,
         max_model_len=parse_count(max_model_len, "--max-model-len") if max_model_len else None,
-        device=_device(device_mem, gpu),
+        device=_device(gpu),
         **vars(counted),
     )
     found = answer(src, opened, question)

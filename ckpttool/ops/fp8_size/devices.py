@@ -62,6 +62,6 @@ def gpu(name: str) -> Device:
         meant = f"did you mean {known[like[0]]}; " if like else ""
         raise UsageError(
             f"--gpu `{name}` is not known",
-            hint=f"{meant}one of {', '.join(GPUS)}; or its memory with `--device-mem 80GB`",
+            hint=f"{meant}one of {', '.join(GPUS)}; or its memory: --gpu 80GB",
         )
     return GPUS[known[key]]
