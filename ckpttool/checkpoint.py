@@ -98,7 +98,7 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
     """
     if parts_of(stored) is not None and (options.family or options.replicate or options.split):
         raise UsageError(
-            "--family, --replicate and --split are for one model, and this is a directory of several",
+            "--family and --split are for one model, and this is a directory of several",
             where=str(root),
             hint="give one part of it as SRC",
         )

@@ -519,7 +519,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             UsageError: a pattern that matches nothing, or nothing would be left.
         """
         selection = Selection(several(patterns, "patterns"), several(keep, "keep"))
-        return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, Target(), link=link))
+        return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, link=link))
 
 
 @public

@@ -1,4 +1,4 @@
-"""``ckpttool drop-keys``: what to leave out, and a target as reshard has it."""
+"""``ckpttool drop-keys``: what to leave out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def drop_keys(
     *,
     src: options.Src,
     dst: options.Dst,
-    patterns: Annotated[list[str] | None, argument("PATTERN...", "Tensors to leave out: globs or re:REGEX.")] = None,
-    link: Annotated[
-        bool, flag("--link", "Reflink or hard-link files that do not change, instead of copying them.")
-    ] = False,
-    source: options.SharedSource,
-    out: options.TargetOptions,
+    patterns: Annotated[list[str] | None, argument("PATTERN...", "Tensors to omit: globs or re:REGEX.")] = None,
+    link: Annotated[bool, flag("--link", "Link files that do not change instead of copying.")] = False,
+    source: Annotated[
+        options.SourceOptions, options.without("etp", "sharding", "also", "select", "rank_pattern", "split", "part")
+    ],
+    keep_keys: options.KeepKeys = None,
     flags: options.RunFlags,
     shown: options.OutputFlags,
 ) -> None:
@@ -29,15 +29,16 @@ def drop_keys(
     from ckpttool.ops.reshard import execute
     from ckpttool.report import drop_keys as report
     from ckpttool.report.render import show
+    from ckpttool.targeting.select import Selection
 
-    opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
+    opened, run = source.open_options(flags.pipeline_parts()), flags.options()
     for name, text in (("SRC", src), ("DST", dst)):
         if set(text) & set("*?[{") and "/" not in text and not os.path.lexists(text):
             raise UsageError(
                 f"`{text}` looks like a pattern, and stands where {name} does",
                 hint=f"ckpttool drop-keys SRC DST PATTERN...; if it is a directory: ./{text}",
             )
-    prepared = prepare(src, opened, out.selection(patterns), target, link=link)
+    prepared = prepare(src, opened, Selection(tuple(patterns or ()), tuple(keep_keys or ())), link=link)
     if flags.dry_run:
         show(report.plan_document(prepared), as_json=shown.json, quiet=shown.quiet)
         return

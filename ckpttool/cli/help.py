@@ -7,42 +7,46 @@ from typing import TYPE_CHECKING, Any
 from typer import Context, Exit, echo
 from typer.core import TyperCommand
 
-from ckpttool.cli.choices import METHODS
+from ckpttool.cli.choices import FORMATS, METHODS, READ_ONLY, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _FIRST = {
-    "reshard": "to tp_out pp_out dtype verify",
-    "merge": "output method weights base param",
-    "drop-keys": "keep_keys link dry_run verify force",
-    "convert-json": "check names params program index",
-    "inspect": "list_ check diff filter_ html",
-    "diff": "headers_only atol rtol filter_ only html",
-    "check": "values findings html only on",
-    "quantize": "recipe to keep verify dry_run",
-    "size": "recipe tp_out kv tokens gpu",
+    "reshard": "to tp_out pp_out ep_out dtype only remove_keys verify dry_run",
+    "merge": "output method weights base param to dtype verify dry_run",
+    "drop-keys": "keep_keys link verify dry_run force",
+    "convert-json": "params names program check fix verify force dry_run",
+    "inspect": "list_ filter_ stats show files ranks html json",
+    "diff": "headers_only atol rtol filter_ only html json",
+    "check": "values findings html only json",
+    "quantize": "recipe to keep keep_preset verify dry_run force",
+    "size": "recipe tp_out kv tokens batch gpu train json",
 }
 """The options that most people use, by the names of their parameters."""
 
 _GROUPS = (
-    ("What to show", "checkpoints files ranks svg stats histogram digest total show metadata findings sort depth"),
-    ("Comparison", "values atol rtol"),
-    ("How to merge", "list_methods seed rng missing vocab allow_nonfinite report card"),
-    ("How to quantize", "block scale_dtype quant_method code pow2 static_act edge keep include keep_preset no_mtp"),
-    ("KV cache and devices", "batch max_model_len device_mem"),
+    (
+        "What to show",
+        """list_ files ranks svg stats histogram digest total show metadata checkpoints imports suggest_family check
+        diff html depth""",
+    ),
+    ("Which tensors", "filter_ dtype min_size sort"),
+    ("How to merge", "seed rng missing vocab allow_nonfinite report card"),
+    ("How to quantize", "block scale_dtype quant_method code static_act edge keep include keep_preset no_mtp"),
+    ("KV cache and devices", "batch max_model_len utilization"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
-    ("Source", "config tp pp ep etp sharding also from_ select rank_pattern family replicate split"),
+    ("Source", "config from_ tp pp ep etp sharding family split rank_pattern select part also"),
     (
         "Target",
-        """tp_out pp_out ep_out etp_out pp_layout sharding_out sharding_version ranks_out to version native_names
-        max_shard_size vocab_multiple vocab_pad""",
+        """to version native_names tp_out pp_out ep_out etp_out pp_layout sharding_out ranks_out max_shard_size
+        vocab_multiple vocab_pad""",
     ),
-    ("Tensors", "only ema masters betas aoa remove_keys keep_keys rename dtype dequant requant fuse unfuse min_size"),
+    ("Tensors", "only masters ema remove_keys keep_keys rename aoa dtype dequant requant fuse betas"),
     ("Run", "dry_run force resume verify workers memory manifest"),
     ("Many machines", "on shares"),
-    ("Other machines", "connections anonymous offline create_pr"),
-    ("Output", "by unit json quiet verbose short_help help"),
+    ("Other machines", "anonymous create_pr"),
+    ("Output", "check_total_size by unit json quiet verbose short_help help"),
 )
 """Headings of all other options, and both in their order; what is listed nowhere comes before them under "Options"."""
 
@@ -105,8 +109,16 @@ EXAMPLES = {
     "help": ("ckpttool help reshard",),
 }
 """Command lines to begin with."""
-NOTES = {"merge": {"Methods": f"{', '.join(METHODS)}. What they do: --list-methods".replace("-", _UNBROKEN)}}
-"""What a command's help ends with, by its heading."""
+_METHODS = f"{', '.join(METHODS)}. What they do: ckpttool explain methods."
+_FORMATS = f"{', '.join(FORMATS)}; read only: {', '.join(READ_ONLY)}"
+_READ = {"Formats": _FORMATS.replace("-", _UNBROKEN)}
+_WRITTEN = _READ | {"Targets": ", ".join(TARGETS).replace("-", _UNBROKEN)}
+NOTES = {
+    "reshard": _WRITTEN,
+    "merge": {"Methods": _METHODS.replace("-", _UNBROKEN)} | _WRITTEN,
+    **dict.fromkeys(("drop-keys", "inspect", "diff", "check", "quantize", "size"), _READ),
+}
+"""Values that are many: what a command's help ends with, by its heading."""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -189,7 +201,8 @@ def _row(parameter: Any) -> tuple[str, str]:
     if not is_option(parameter):
         return parameter.metavar, parameter.help or ""
     value = "" if parameter.is_flag else f" {parameter.metavar}"
-    return ", ".join(parameter.opts) + value, described(parameter).replace("-", _UNBROKEN)
+    names = "/".join([", ".join(parameter.opts), *parameter.secondary_opts])
+    return names + value, described(parameter).replace("-", _UNBROKEN)
 
 
 def is_option(parameter: Any) -> bool:
@@ -212,7 +225,7 @@ def described(option: Any) -> str:
     """An option's help, with what is the same to say of many: that it can be repeated, and its default."""
     notes = [(option.help or "").removesuffix(".")]
     if option.multiple:
-        notes.append("can be repeated")
+        notes[0] += " (repeatable)"
     if option.default not in (None, False, "", ()) and option.show_default:
         notes.append(f"default: {option.default}")
     return "; ".join(notes) + "."

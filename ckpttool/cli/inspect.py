@@ -13,7 +13,11 @@ from ckpttool.ops.inspect.views.registry import VIEWS
 if TYPE_CHECKING:
     InspectFlags = Any
 else:
-    InspectFlags = view_options({name: option for view in VIEWS for name, option in view.options().items()})
+    # What diff and check have is accepted here, too.
+    _THERE = ("values", "headers_only", "atol", "rtol", "findings")
+    InspectFlags = view_options(
+        {name: option for view in VIEWS for name, option in view.options().items()}, hidden=_THERE
+    )
 
 
 @options.grouped

@@ -31,23 +31,21 @@ class HowToMerge:
 
     method: Annotated[
         str,
-        value("--method", "NAME", "Merge method; default: linear with --weights, else average.", choices.METHODS),
+        value("--method", "NAME", "Method; default: linear with --weights, else average.", choices.METHODS),
     ] = ""
-    weights: Annotated[
-        str, value("--weights", "W,W,...", "One weight for each source, or for each adapter of a single one.")
-    ] = ""
-    base: Annotated[str, value("--base", "PATH", "The model that the others started from.")] = ""
+    weights: Annotated[str, value("--weights", "W,W,...", "One weight per source, or per adapter of one source.")] = ""
+    base: Annotated[str, value("--base", "PATH", "The model that the others were trained from.")] = ""
     param: Annotated[
         list[str] | None,
-        value("--param", "NAME=VALUE", "A parameter of the method; NAME=A,B,... gives one value to each source."),
+        value("--param", "NAME=VALUE", "Parameter of the method; A,B,...: one per source."),
     ] = None
-    seed: Annotated[int, value("--seed", "N", "Seed of methods that draw random numbers.", min=0)] = 0
+    seed: Annotated[int, value("--seed", "N", "Seed of random methods.", min=0)] = 0
     rng: Annotated[
         str,
         value(
             "--rng",
             "STREAM",
-            "counter: reproducible whatever else is merged; mergekit: its draws, bit for bit.",
+            "counter, or mergekit for its random numbers.",
             ("counter", "mergekit"),
         ),
     ] = "counter"
@@ -56,7 +54,7 @@ class HowToMerge:
         value(
             "--missing",
             "base|skip",
-            "Tensors that not all sources have: take the base's, or leave them out.",
+            "Tensors that a source lacks: base's, or none.",
             ("base", "skip"),
         ),
     ] = ""
@@ -65,17 +63,15 @@ class HowToMerge:
         value(
             "--vocab",
             "min|max|base",
-            "Rows of embeddings when the sources have different numbers of them.",
+            "Rows of embeddings, if sources differ.",
             ("min", "max", "base"),
         ),
     ] = ""
-    allow_nonfinite: Annotated[
-        bool, flag("--allow-nonfinite", "Write NaN and infinities instead of refusing them.")
-    ] = False
-    card: Annotated[bool, flag("--card", "Write a model card, README.md of DST.")] = False
+    allow_nonfinite: Annotated[bool, flag("--allow-nonfinite", "Accept NaN and infinities.")] = False
+    card: Annotated[bool, flag("--card", "Write a model card (README.md).")] = False
     report: Annotated[
         Path | None,
-        value("--report", "FILE", "Also measure how far DST is from the sources, and write an HTML report."),
+        value("--report", "FILE", "Write an HTML report: distances to the sources."),
     ] = None
     list_methods: Annotated[
         bool,
@@ -83,6 +79,7 @@ class HowToMerge:
             "--list-methods",
             callback=_list_methods,
             is_eager=True,
+            hidden=True,
             help="Print the methods with their parameters, and end.",
         ),
     ] = False
@@ -92,9 +89,7 @@ class HowToMerge:
 class MergeFlags(options.RunFlags):
     """How a run goes."""
 
-    verify: Annotated[
-        bool, flag("--verify", "Merge once more and compare with what was written; exit 3 if not equal.")
-    ] = False
+    verify: Annotated[bool, flag("--verify", "Merge again and compare every element with DST.")] = False
 
 
 @options.grouped
@@ -104,13 +99,13 @@ def merge(
         list[str],
         argument(
             "SOURCE...",
-            "Checkpoints (PATH or PATH+ADAPTER), or one recipe: mergekit's YAML or Paddle's merge_config.json.",
+            "Checkpoints (PATH or PATH+ADAPTER), or a recipe (mergekit YAML, Paddle JSON).",
         ),
     ],
     output: Annotated[str, value("-o --output", "DST", "Directory or URL to write; must not exist.")],
     how: HowToMerge,
-    source: Annotated[options.SourceOptions, options.without("sharding", "also", "part")],
-    out: options.NewTargetOptions,
+    source: Annotated[options.SourceOptions, options.without("sharding", "also", "part", "etp", "rank_pattern")],
+    out: Annotated[options.TargetOptions, options.without("pp_layout")],
     flags: MergeFlags,
     shown: options.OutputFlags,
     verbose: options.Verbose = False,
@@ -123,7 +118,7 @@ def merge(
     from ckpttool.report.render import show
 
     opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
-    selection = out.selection(out.remove_keys)
+    selection = out.selection()
     choices = MergeOptions(
         one_of(how.missing, "--missing", "base", "skip"),
         one_of(how.vocab, "--vocab", "min", "max", "base"),

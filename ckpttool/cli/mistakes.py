@@ -28,10 +28,6 @@ _INSTEAD = {
     ("drop-keys", "--remove-keys"): "patterns go after DST: ckpttool drop-keys SRC DST 'lm_head.*'",
     ("drop-keys", "-o"): "ckpttool drop-keys SRC DST 'lm_head.*'",
     ("merge", "--config"): "the recipe is the source: ckpttool merge recipe.yml -o DST",
-    (
-        "quantize",
-        "--tp-out",
-    ): "quantize writes whole weights; ckpttool reshard --requant block --tp-out N also splits them",
     ("quantize", "--dtype"): "--to bf16 dequantizes, --scale-dtype is the dtype of scales, --code that of codes",
     ("size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
     ("convert-json", "--verify"): "every conversion is verified",
@@ -41,6 +37,39 @@ _INSTEAD = {
     ("reshard", "-o"): "DST goes after SRC: ckpttool reshard SRC DST",
 }
 """Options that another command has, or that people expect: what does it here."""
+
+_MOVED = {
+    "drop-keys": {
+        "`ckpttool reshard SRC DST --remove-keys PATTERN {written}`": (
+            "--to --tp-out --pp-out --ep-out --etp-out --pp-layout --rename --dtype --betas --max-shard-size"
+            " --etp --sharding --also --select --rank-pattern --split"
+        ),
+        "`ckpttool reshard SRC DST --remove-keys PATTERN --split '{value}=none'`": "--replicate",
+    },
+    "merge": {
+        "`ckpttool reshard MERGED DST {written}`, after the merge": "--betas --ranks-out --pp-layout --fuse --unfuse",
+        "`ckpttool reshard SRC MODEL --to hf {written}`, before the merge": "--etp --rank-pattern --sharding --also",
+    },
+    "quantize": {
+        "`ckpttool reshard SRC DST --requant RECIPE {written}`": (
+            "--tp-out --pp-out --ep-out --etp-out --pp-layout --etp --sharding --also --rank-pattern --split --rename"
+        ),
+        "`ckpttool reshard SRC DST --requant RECIPE --split '{value}=none'`": "--replicate",
+        "--scale-dtype f32:pow2": "--pow2",
+    },
+    "size": {
+        "--gpu {value}": "--device-mem",
+        "SRC is a model or its config.json; --pp-out, --ep-out and --etp-out are the ranks to plan": "--pp --ep --etp",
+        "ckpttool reshard SRC MODEL {written} --to hf; or the config.json alone": "--select --rank-pattern --split",
+    },
+    "": {
+        "--split '{value}=none'": "--replicate",
+        "--sharding-out N:{value}": "--sharding-version",
+        "set HF_HUB_OFFLINE=1": "--offline",
+        "set CKPTTOOL_CONNECTIONS={value}; a smaller --memory makes fewer requests, too": "--connections",
+    },
+}
+"""Former options, by what does it now; of every command under ""."""
 
 _EVERYWHERE = {
     "--tp-out for the ranks of DST, --tp for those of SRC": "-tp --tensor-parallel-size --tp-size --tensor-parallel",
@@ -145,7 +174,7 @@ def _no_such_option(option: str, command: Any, path: str, name: str) -> UsageErr
     written = next((a for a in sys.argv if a.startswith(option) and not a.startswith("--")), option)
     wrong = written.partition("=")[0]
     long = "--" + written.lstrip("-").partition("=")[0].replace("_", "-").lower()
-    if instead := _INSTEAD.get((name, wrong)):
+    if instead := _INSTEAD.get((name, wrong)) or _moved(name, wrong):
         return UsageError(f"{name} has no option {wrong}", hint=instead)
     if name == "merge" and _is_method_parameter(long.removeprefix("--").replace("-", "_")):
         return UsageError(
@@ -159,6 +188,27 @@ def _no_such_option(option: str, command: Any, path: str, name: str) -> UsageErr
     close = [long] if long in known else _closest(long, known) if len(long) > 3 else []
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     return UsageError(f"{path} has no option {wrong}", hint=f"{meant}`{path} --help` lists them")
+
+
+def _moved(name: str, option: str) -> str:
+    """The way to a former option of a command; "" where it had none of this name."""
+    for group in (name, ""):
+        for hint, options in _MOVED.get(group, {}).items():
+            if option in options.split():
+                written, given = _as_written(option)
+                return hint.format(written=written, value=given or "VALUE")
+    return ""
+
+
+def _as_written(option: str) -> tuple[str, str]:
+    """An option with the value that the command line gives it, and this value; "" for none."""
+    for i, word in enumerate(sys.argv):
+        name, equals, text = word.partition("=")
+        if name == option:
+            behind = sys.argv[i + 1] if i + 1 < len(sys.argv) else ""
+            given = text if equals else "" if behind.startswith("-") else behind
+            return f"{option} {shlex.quote(given)}" if given else option, given
+    return option, ""
 
 
 def _closest(option: str, known: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -18,7 +18,7 @@ from ckpttool.cli import choices
 from ckpttool.cli.help import first_help
 from ckpttool.cli.process import interrupts
 from ckpttool.cli.values import numbers
-from ckpttool.core.words import either, one_of, parse_betas, parse_size
+from ckpttool.core.words import either, one_of, parse_size
 from ckpttool.errors import UsageError
 from ckpttool.storage import access
 
@@ -84,20 +84,19 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-Src = Annotated[str, argument("SRC", "Directory, file or URL to read: hf://ORG/MODEL, s3://BUCKET/PREFIX, ...")]
+Src = Annotated[str, argument("SRC", "Directory, file or URL (hf://, s3://, gs://, ...) to read.")]
 Dst = Annotated[str, argument("DST", "Directory or URL to write; must not exist.")]
-MaxShard = Annotated[
-    str, value("--max-shard-size", "SIZE", "Largest file of --to hf, torch-bin and vllm; default: 5GB.")
-]
-On = Annotated[str, value("--on", "ENGINE", "Let a cluster do the work: ray, or ray=HOST:PORT.", choices.ENGINES)]
-RemoveKeys = Annotated[list[str] | None, value("--remove-keys", "PATTERN", "Leave these tensors out.")]
-KeepKeys = Annotated[list[str] | None, value("--keep-keys", "PATTERN", "Leave all other tensors out.")]
+MaxShard = Annotated[str, value("--max-shard-size", "SIZE", "Largest file (hf, torch-bin, vllm); default: 5GB.")]
+On = Annotated[str, value("--on", "ENGINE", "Work on a cluster: ray, or ray=HOST:PORT.", choices.ENGINES)]
+RemoveKeys = Annotated[list[str] | None, value("--remove-keys", "PATTERN", "Omit these tensors.")]
+KeepKeys = Annotated[list[str] | None, value("--keep-keys", "PATTERN", "Keep only these tensors.")]
 Only = Annotated[
-    list[str] | None, value("--only", "COMPONENT", f"Only this: {either(choices.COMPONENTS)}.", choices.COMPONENTS)
+    list[str] | None,
+    value("--only", "COMPONENT", "Only model, adapter, master_weights, optimizer or ema.", choices.COMPONENTS),
 ]
 KeepPreset = Annotated[
     str,
-    value("--keep-preset", "NAME", f"Which layers stay in high precision: {either(choices.PRESETS)}.", choices.PRESETS),
+    value("--keep-preset", "NAME", f"Layers in high precision: {', '.join(choices.PRESETS)}.", choices.PRESETS),
 ]
 Verbose = Annotated[bool, flag("-v --verbose", "Explain what was inferred.")]
 
@@ -107,16 +106,10 @@ def bytes_of(text: str, option: str = "--max-shard-size") -> int | None:
     return parse_size(text, option) if text else None
 
 
-def _asks_for(name: str) -> Any:
-    """What sets access of that name, before any place is looked at."""
-
-    def ask(asked: bool) -> None:
-        if asked:
-            from ckpttool.storage.access import set_access
-
-            set_access(**{name: True})
-
-    return ask
+def _anonymous(asked: bool) -> None:
+    """Go without credentials, before any place is looked at."""
+    if asked:
+        access.set_access(anonymous=True)
 
 
 @dataclass
@@ -127,20 +120,17 @@ class AccessFlags:
         bool,
         flag(
             "--anonymous",
-            "Send no credentials: for public buckets and models.",
-            callback=_asks_for("anonymous"),
+            "Send no credentials (public buckets and models).",
+            callback=_anonymous,
             is_eager=True,
         ),
     ] = False
-    offline: Annotated[
-        bool,
-        flag(
-            "--offline",
-            "Of the Hugging Face Hub read only the cache on this machine.",
-            callback=_asks_for("offline"),
-            is_eager=True,
-        ),
-    ] = False
+
+
+def whole_and_cut(split: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The patterns of --split that end in ``=none``, without it: whole on every rank; and the others, as they are."""
+    whole = tuple(text.removesuffix("=none") for text in split if text.endswith("=none"))
+    return whole, tuple(text for text in split if not text.endswith("=none"))
 
 
 @dataclass
@@ -156,17 +146,17 @@ class SourceOptions(AccessFlags):
         value(
             "--from",
             "FORMAT",
-            f"Format of SRC: {', '.join((*choices.FORMATS, *choices.READ_ONLY))}.",
+            "Format of SRC, see Formats; default: detected.",
             (*choices.FORMATS, *choices.READ_ONLY),
         ),
     ] = ""
-    select: Annotated[str, value("--select", "PATH", "The dict of tensors in a file of torch.save: 'model.ema'.")] = ""
+    select: Annotated[str, value("--select", "PATH", "Dict of tensors in a torch.save file: model.ema")] = ""
     rank_pattern: Annotated[
         str,
         value(
             "--rank-pattern",
             "PATTERN",
-            "File-name pattern of others' rank files: 'model_{rank}.safetensors', 'tp{tp}/pp{pp}.safetensors'.",
+            "Names of rank files: 'tp{tp}/pp{pp}.safetensors'",
         ),
     ] = ""
     family: Annotated[
@@ -174,22 +164,19 @@ class SourceOptions(AccessFlags):
         value(
             "--family",
             "NAME|FILE",
-            "Layout rules, when config.json does not name them.",
+            "Layout rules, if config.json does not name them.",
             autocompletion=choices.families,
         ),
     ] = ""
-    replicate: Annotated[
-        list[str] | None, value("--replicate", "PATTERN", "These tensors are whole on every rank.")
+    split: Annotated[
+        list[str] | None, value("--split", "PATTERN=AXIS", "Axis on which to cut; none: whole on every rank.")
     ] = None
-    split: Annotated[list[str] | None, value("--split", "PATTERN=AXIS", "These tensors are cut evenly on AXIS.")] = None
     part: Annotated[
         list[str] | None,
-        value("--part", "NAME", "Only this part of a pipeline, such as transformer; the others stay as they are."),
+        value("--part", "NAME", "Only this part of a pipeline: transformer, vae, ..."),
     ] = None
-    sharding: Annotated[int | None, number("--sharding", "Ranks that share the optimizer state of SRC.")] = None
-    also: Annotated[list[str] | None, value("--also", "DIR", "A further directory of SRC, saved by another node.")] = (
-        None
-    )
+    sharding: Annotated[int | None, number("--sharding", "Shards of SRC's optimizer state.")] = None
+    also: Annotated[list[str] | None, value("--also", "DIR", "Another directory of SRC, saved by another node.")] = None
 
     def open_options(self, parts: Sequence[str] = ()) -> OpenOptions:
         """What they say together; ``parts`` of a pipeline where --part has another meaning, too."""
@@ -207,7 +194,7 @@ class SourceOptions(AccessFlags):
             select=self.select,
             parts=(*(self.part or ()), *parts),
         )
-        return OpenOptions(self.from_, mesh, self.family, tuple(self.replicate or ()), tuple(self.split or ()))
+        return OpenOptions(self.from_, mesh, self.family, *whole_and_cut(self.split or ()))
 
 
 SharedSource = Annotated[SourceOptions, without("part")]
@@ -221,9 +208,7 @@ class MeshOptions:
     tp_out: Annotated[int | None, number("--tp-out", "Tensor-parallel ranks of DST.")] = None
     pp_out: Annotated[int | None, number("--pp-out", "Pipeline stages of DST.")] = None
     ep_out: Annotated[int | None, number("--ep-out", "Expert-parallel ranks of DST.")] = None
-    etp_out: Annotated[
-        int | None, number("--etp-out", "Ranks that cut each expert; default: 1 with --ep-out, else tp.")
-    ] = None
+    etp_out: Annotated[int | None, number("--etp-out", "Ranks per expert; default: 1 with --ep-out, else tp.")] = None
     pp_layout: Annotated[str, value("--pp-layout", "N,N,...", "Layers of each pipeline stage of DST.")] = ""
     max_shard_size: MaxShard = ""
 
@@ -236,11 +221,22 @@ class MeshOptions:
 class TargetOptions(MeshOptions):
     """What DST holds, and how it is written."""
 
-    to: Annotated[str, value("--to", "FORMAT", f"Format of DST: {', '.join(choices.FORMATS)}.", choices.FORMATS)] = ""
+    to: Annotated[str, value("--to", "FORMAT", "Format of DST: hf, vllm, dcp, megatron-dist, ...", choices.FORMATS)] = (
+        ""
+    )
+    version: Annotated[
+        str, value("--target", "VERSION", "Software that will load DST, see Targets.", choices.TARGETS)
+    ] = ""
+    vocab_multiple: Annotated[int | None, number("--vocab-multiple", "Pad the vocabulary to a multiple of N.")] = None
+    remove_keys: RemoveKeys = None
     keep_keys: KeepKeys = None
-    rename: Annotated[list[str] | None, value("--rename", "OLD=NEW", "Rename; * on both sides, or re:OLD=NEW.")] = None
+    rename: Annotated[list[str] | None, value("--rename", "OLD=NEW", "New names; * on both sides, or re:OLD=NEW.")] = (
+        None
+    )
     dtype: Annotated[str, value("--dtype", "DTYPE", f"Cast floats to {either(choices.CASTS)}.", choices.CASTS)] = ""
-    betas: Annotated[str, value("--betas", "B1,B2", "Betas of Adam, where SRC does not say them: 0.9,0.999.")] = ""
+    dequant: Annotated[
+        str, value("--dequant", "DTYPE", f"Dequantize to {either(choices.PRECISIONS)}.", choices.PRECISIONS)
+    ] = ""
 
     def target(self) -> Target:
         """What they say together."""
@@ -255,55 +251,15 @@ class TargetOptions(MeshOptions):
             pp_layout=self.layers(),
             max_shard_size=bytes_of(self.max_shard_size),
             dtype=self.dtype,
-            betas=parse_betas(self.betas, "--betas") if self.betas else None,
+            version=self.version,
+            vocab_multiple=self.vocab_multiple,
         )
 
-    def selection(self, remove: Sequence[str] | None) -> Selection:
+    def selection(self) -> Selection:
         """Which tensors are left out, and under which names the others are written."""
         from ckpttool.targeting.select import Selection
 
-        return Selection(tuple(remove or ()), tuple(self.keep_keys or ()), tuple(self.rename or ()))
-
-
-@dataclass
-class NewTargetOptions(TargetOptions):
-    """What DST holds, where it is not SRC with a few files less."""
-
-    ranks_out: Annotated[str, value("--ranks-out", "0-3,7", "Write only these ranks of DST.")] = ""
-    version: Annotated[
-        str,
-        value(
-            "--target",
-            "VERSION",
-            f"Software version that will load DST: {', '.join(choices.TARGETS)}.",
-            choices.TARGETS,
-        ),
-    ] = ""
-    vocab_multiple: Annotated[
-        int | None,
-        number(
-            "--vocab-multiple",
-            "Pad the vocabulary of cut embeddings to a multiple of this. Default: 1; megatron: 128 for each tp rank.",
-        ),
-    ] = None
-    remove_keys: RemoveKeys = None
-    dequant: Annotated[
-        str,
-        value("--dequant", "DTYPE", f"Quantized weights become {either(choices.PRECISIONS)}.", choices.PRECISIONS),
-    ] = ""
-    fuse: Annotated[bool, flag("--fuse", "Fuse what the family can fuse (qkv, gate_up).")] = False
-    unfuse: Annotated[bool, flag("--unfuse", "Take fused tensors apart.")] = False
-
-    def target(self) -> Target:
-        """What they say together."""
-        return replace(
-            super().target(),
-            ranks=numbers(self.ranks_out, "--ranks-out", runs=True) if self.ranks_out else None,
-            version=self.version,
-            vocab_multiple=self.vocab_multiple,
-            fuse=self.fuse,
-            unfuse=self.unfuse,
-        )
+        return Selection(tuple(self.remove_keys or ()), tuple(self.keep_keys or ()), tuple(self.rename or ()))
 
 
 @dataclass
@@ -316,14 +272,14 @@ class QuantOptions:
     ] = ""
     block: Annotated[str, value("--block", "MxN", "Elements per scale; default: 128x128.")] = ""
     scale_dtype: Annotated[
-        str, value("--scale-dtype", "DTYPE", "Scale dtype: f32, bf16 or e8m0 (powers of two).", choices.SCALES)
+        str, value("--scale-dtype", "DTYPE", "f32, bf16, e8m0; f32:pow2 for powers of two.", choices.SCALES)
     ] = ""
     quant_method: Annotated[
         str,
         value(
             "--quant-method",
             "METHOD",
-            f"Checkpoint convention to write: {either(choices.QUANT_METHODS)}.",
+            f"Convention: {', '.join(choices.QUANT_METHODS)}.",
             choices.QUANT_METHODS,
         ),
     ] = ""
@@ -332,15 +288,27 @@ class QuantOptions:
         value(
             "--edge",
             "ceil|skip|error",
-            "Dimensions not divisible by the block: partly filled block, keep the weight, or refuse.",
+            "Partial blocks: fill, keep the weight, refuse.",
             choices.EDGES,
         ),
     ] = ""
-    keep: Annotated[list[str] | None, value("--keep", "PATTERN", "Weights that stay in high precision.")] = None
+    keep: Annotated[list[str] | None, value("--keep", "PATTERN", "Weights to keep in high precision.")] = None
     include: Annotated[
-        list[str] | None, value("--include", "PATTERN", "Weights that are quantized although others keep them.")
+        list[str] | None, value("--include", "PATTERN", "Weights to quantize despite --keep and presets.")
     ] = None
     keep_preset: KeepPreset = ""
+
+
+CONNECTIONS = "CKPTTOOL_CONNECTIONS"
+"""The variable that limits requests at a time to other machines; by default --memory does."""
+
+
+def _connections() -> int | None:
+    """Requests at a time to other machines. Raises UsageError for a variable that is not a number of at least 1."""
+    text = os.environ.get(CONNECTIONS, "")
+    if text and (not text.isdigit() or int(text) < 1):
+        raise UsageError(f"{CONNECTIONS} is `{text}`, and must be a whole number of at least 1")
+    return int(text) if text else None
 
 
 @dataclass
@@ -354,27 +322,20 @@ class RunFlags:
         int | None,
         number(
             "--workers",
-            "Threads that move bytes (default: 2 to 4), or processes that compute (default: one a core).",
+            "Threads or processes; default: by the task and cores.",
         ),
     ] = None
-    memory: Annotated[str, value("--memory", "SIZE", "Memory for all buffers together.")] = "64MiB"
-    connections: Annotated[
-        int | None,
-        number("--connections", "Requests at a time to other machines; default: as many as --memory allows."),
-    ] = None
-    create_pr: Annotated[bool, flag("--create-pr", "DST on the Hugging Face Hub: open a pull request.")] = False
-    verify: Annotated[
-        bool, flag("--verify", "Read the output back and compare every element; exit 3 if not equal.")
-    ] = False
-    manifest: Annotated[bool, flag("--manifest", "Write a checksum per tensor, for inspect --check.")] = False
+    memory: Annotated[str, value("--memory", "SIZE", "Memory for all buffers.")] = "64MiB"
+    create_pr: Annotated[bool, flag("--create-pr", "Open a pull request (DST on the Hugging Face Hub).")] = False
+    verify: Annotated[bool, flag("--verify", "Read DST back and compare every element.")] = False
+    manifest: Annotated[bool, flag("--manifest", "Write a checksum per tensor, for ckpttool check.")] = False
     on: On = ""
     shares: Annotated[
         list[str] | None,
         value(
             "--part",
             "I/N|NAME",
-            "Do part I of N, beside processes that do the others. auto: the part that Slurm, torchrun or MPI give this"
-            " process; auto/N: Kubernetes. NAME: only this part of a pipeline, such as transformer.",
+            "Do part I of N; auto: by Slurm, torchrun or MPI. NAME: this part of a pipeline.",
             ("auto",),
         ),
     ] = None
@@ -416,7 +377,7 @@ class RunFlags:
         return RunOptions(
             memory=size,
             workers=self.workers,
-            connections=self.connections,
+            connections=_connections(),
             force=self.force,
             resume=self.resume,
             manifest=self.manifest,

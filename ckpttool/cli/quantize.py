@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckpttool.cli import choices, options
-from ckpttool.cli.options import bytes_of, flag, value
-from ckpttool.cli.values import precision, sides
+from ckpttool.cli.options import bytes_of, value
+from ckpttool.cli.values import powers_of_two, precision, sides
 from ckpttool.core.words import either
 from ckpttool.errors import UsageError
 
@@ -17,11 +17,10 @@ class CastOptions(options.QuantOptions):
     """How weights are quantized."""
 
     code: Annotated[str, value("--code", "DTYPE", "Element dtype: e4m3 or e5m2.", choices.CODES)] = ""
-    pow2: Annotated[bool, flag("--pow2", "Scales are powers of two, whatever their dtype.")] = False
     keep_preset: options.KeepPreset = "hf-default"
 
 
-_ALL = ["recipe", "block", "scale_dtype", "quant_method", "code", "pow2", "edge", "keep", "include", "keep_preset"]
+_ALL = ["recipe", "block", "scale_dtype", "quant_method", "code", "edge", "keep", "include", "keep_preset"]
 
 
 @options.grouped
@@ -34,7 +33,9 @@ def quantize(
     ] = "",
     how: CastOptions,
     max_shard_size: options.MaxShard = "",
-    source: options.SharedSource,
+    source: Annotated[
+        options.SourceOptions, options.without("etp", "sharding", "also", "rank_pattern", "split", "part")
+    ],
     remove_keys: options.RemoveKeys = None,
     keep_keys: options.KeepKeys = None,
     flags: options.RunFlags,
@@ -58,14 +59,15 @@ def quantize(
             raise UsageError(f"{option} is for quantizing, and --to {to} dequantizes", hint="drop one of them")
         recoding = Recoding(None, precision(to, "--to"))
     else:
+        scales, powers = powers_of_two(how.scale_dtype)
         wanted = scheme(
             how.recipe or "block",
             method=how.quant_method,
             block=sides(how.block, "--block"),
-            scale_dtype=how.scale_dtype,
+            scale_dtype=scales,
             code=how.code,
             edge=how.edge,
-            powers=how.pow2,
+            powers=powers,
         )
         recoding = Recoding(wanted, keep=Keep(how.keep_preset, tuple(how.keep or ()), tuple(how.include or ())))
     run = flags.options()

@@ -10,9 +10,8 @@ import typer
 from ckpttool.cli import choices, options
 from ckpttool.cli.options import bytes_of, flag, number, value
 from ckpttool.cli.process import reader_may_leave
-from ckpttool.cli.values import sides
+from ckpttool.cli.values import powers_of_two, sides
 from ckpttool.core.words import either, one_of, parse_count
-from ckpttool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.devices import Device
@@ -27,47 +26,48 @@ class SizeOptions(options.QuantOptions):
         value(
             "--recipe",
             "RECIPE",
-            f"Precision: {either(choices.SIZED)}; default: block, as-is when quantized.",
+            f"{', '.join(choices.SIZED)}; default: block.",
             choices.SIZED,
         ),
     ] = ""
-    static_act: Annotated[bool, flag("--static-act", "Also one scale for the inputs of each weight.")] = False
-    no_mtp: Annotated[bool, flag("--no-mtp", "Without the multi-token-prediction layers.")] = False
+    static_act: Annotated[bool, flag("--static-act", "Also a scale for the inputs of each weight.")] = False
+    no_mtp: Annotated[bool, flag("--no-mtp", "Omit multi-token-prediction layers.")] = False
 
 
-def _device(memory: str, name: str) -> Device | None:
-    """--gpu or --device-mem, which take the same."""
+def _device(text: str) -> Device | None:
+    """A GPU by name, or the memory of any other."""
     from ckpttool.ops.fp8_size.devices import device
 
-    if memory and name:
-        raise UsageError("--gpu and --device-mem exclude each other", hint="--gpu takes a name or a size")
-    return device(name or memory, "--gpu" if name else "--device-mem") if name or memory else None
+    return device(text) if text else None
 
 
 @dataclass
 class Counted:
     """What is counted, and how; under the names that Question has for it."""
 
-    config: Annotated[str | None, value("--config", "FILE", "config.json of a SRC that has none.")] = None
-    vocab_pad: Annotated[int | None, number("--vocab-pad", "Ranks pad the vocabulary to this; default: 64.")] = None
-    kv: Annotated[str, value("--kv", "DTYPE", f"Add the KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
-    batch: Annotated[int | None, number("--batch", "Sequences; default: 1.")] = None
-    train: Annotated[bool, flag("--train", "What training holds instead of serving.")] = False
-    zero: Annotated[int | None, value("--zero", "N", "Stage of ZeRO; default: 1.", min=0, max=3)] = None
+    config: Annotated[str | None, value("--config", "FILE", "config.json, if SRC has none.")] = None
+    vocab_pad: Annotated[int | None, number("--vocab-pad", "Pad the vocabulary to a multiple of N; default: 64.")] = (
+        None
+    )
+    kv: Annotated[str, value("--kv", "DTYPE", f"KV cache: {either(choices.CACHES)}.", choices.CACHES)] = ""
+    batch: Annotated[int | None, number("--batch", "Concurrent sequences; default: 1.")] = None
+    train: Annotated[bool, flag("--train", "Memory of training instead of serving.")] = False
+    zero: Annotated[int | None, value("--zero", "N", "ZeRO stage; default: 1.", min=0, max=3)] = None
     dp: Annotated[int | None, number("--dp", "Data-parallel ranks; default: 1.")] = None
-    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 (default) or bf16.", ("fp32", "bf16"))] = ""
+    grad: Annotated[str, value("--grad", "DTYPE", "Gradients: fp32 or bf16; default: fp32.", ("fp32", "bf16"))] = ""
     master: Annotated[str, value("--master", "DTYPE", "Master weights: fp32 or none.", ("fp32", "none"))] = ""
     moment: Annotated[str, value("--moment", "DTYPE", "The two moments: fp32 or bf16.", ("fp32", "bf16"))] = ""
-    fp8_transposed: Annotated[
-        bool, flag("--fp8-transposed", "Codes are held a second time, for the backward pass.")
-    ] = False
+    fp8_transposed: Annotated[bool, flag("--fp8-transposed", "Hold codes twice, for the backward pass.")] = False
     utilization: Annotated[
-        float | None,
-        value("--utilization", "SHARE", "Share of the GPU's memory to use; default: 0.9, the rest for activations."),
+        float | None, value("--utilization", "SHARE", "Share of the GPU's memory to use; default: 0.9.")
     ] = None
-    check_total_size: Annotated[
-        bool, flag("--check-total-size", "Compare the index with the headers; exit 3 if they differ.")
-    ] = False
+    check_total_size: Annotated[bool, flag("--check-total-size", "Compare index and headers; exit 3 if different.")] = (
+        False
+    )
+
+
+_OF_OTHERS = ("pp", "ep", "etp", "select", "rank_pattern", "split", "sharding", "also", "part")
+"""Options of a source that no estimate needs: a config.json is enough for one."""
 
 
 @options.grouped
@@ -77,25 +77,25 @@ def size(
     how: SizeOptions,
     out: options.MeshOptions,
     counted: Counted,
-    tokens: Annotated[str, value("--tokens", "N", "Tokens of a sequence: 32768 or 32k.")] = "",
+    tokens: Annotated[str, value("--tokens", "N", "Tokens per sequence: 32768 or 32k.")] = "",
     max_model_len: Annotated[
-        str, value("--max-model-len", "N", "Tokens that an engine reserves in every layer, whatever its window.")
-    ] = "",
-    device_mem: Annotated[
-        str, value("--device-mem", "SIZE", "Memory of a device, such as 80GB; exit 3 if it is not enough.")
+        str, value("--max-model-len", "N", "Tokens that the engine reserves in every layer.")
     ] = "",
     gpu: Annotated[
         str,
         value(
             "--gpu",
             "NAME|SIZE",
-            "GPU by name (h100, a100-40gb, mi300x, ...) or memory (80GB); exit 3 if it does not fit.",
+            "Does it fit? h100, a100-40gb, mi300x, ..., or 80GB.",
             choices.GPUS,
         ),
     ] = "",
     by: Annotated[str, value("--by", "class|dtype|module|tensor", "Rows of the table.", choices.GROUPINGS)] = "class",
     unit: Annotated[str, value("--unit", "GB|GiB|B", "Unit of sizes; default: kB, MB or GB.", choices.UNITS)] = "",
-    source: Annotated[options.SourceOptions, options.without("replicate", "split", "sharding", "also", "part")],
+    source: Annotated[
+        options.SourceOptions,
+        options.without(*_OF_OTHERS),
+    ],
     shown: options.OutputFlags,
 ) -> None:
     """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
@@ -111,7 +111,7 @@ def size(
         WantedRecipe(
             how.recipe,
             sides(how.block, "--block"),
-            how.scale_dtype,
+            powers_of_two(how.scale_dtype)[0],  # which makes no difference in bytes
             how.quant_method,
             how.static_act,
             tuple(how.keep or ()),
@@ -128,7 +128,7 @@ def size(
         pp_layout=out.layers(),
         tokens=parse_count(tokens, "--tokens") if tokens else None,
         max_model_len=parse_count(max_model_len, "--max-model-len") if max_model_len else None,
-        device=_device(device_mem, gpu),
+        device=_device(gpu),
         **vars(counted),
     )
     found = answer(src, opened, question)

@@ -43,6 +43,15 @@ def sides(text: str, option: str) -> tuple[int, int] | None:
     return parse_sides(text, option) if text else None
 
 
+def powers_of_two(text: str) -> tuple[str, bool]:
+    """``f32:pow2`` or ``pow2``: a dtype of scales, "" where it is not given, and whether scales are powers of two."""
+    dtype, colon, last = text.rpartition(":")
+    powers = last == "pow2"
+    if colon and not powers:
+        raise UsageError(f"--scale-dtype is `{text}`", hint="--scale-dtype f32, or f32:pow2 for powers of two")
+    return dtype if powers else last, powers
+
+
 def precision(dtype: str, option: str) -> str:
     """A dtype for dequantized weights, as the table has it."""
     from ckpttool.targeting.recode import high

@@ -157,7 +157,7 @@ class WholeTensors:
             f"it is not clear whether `{t.name}` is whole on each of the {ways} ranks or cut: axis {axis} has"
             f" {t.shape[axis]:,} elements on a rank, and {said}",
             where=rule.place,
-            hint=f"correct {field} in config.json; or say --replicate '{t.name}' if it is whole,"
+            hint=f"correct {field} in config.json; or pass --split '{t.name}=none' if it is whole,"
             f" --split '{t.name}={axis}' if it is cut",
         )
 

@@ -436,7 +436,7 @@ class VersionedShards(Protocol):
     """A format that has several ways to share out the optimizer's state."""
 
     sharding_versions: tuple[str, ...]
-    """Values of --sharding-version."""
+    """Values behind the colon of --sharding-out."""
 
 
 @runtime_checkable

@@ -79,7 +79,7 @@ def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> 
     templates = sorted({split_numbers(n)[0].replace("#", "{n}") for n in names})
     shown = templates[:12] + ([f"... and {len(templates) - 12} more"] if len(templates) > 12 else [])
     first = templates[0].replace("{n}", "*")
-    single = f"--replicate '{first}' or --split '{first}=0' (the axis that is cut)"
+    single = f"--split '{first}=0' (the axis that is cut) or --split '{first}=none' (whole on every rank)"
     origin = f"family `{family.name}`"
     hint = f"specify how they are held: {single}, or --family NAME|FILE.yaml"
     if family.name == "none" and not config:
@@ -371,7 +371,7 @@ def _replicated(place: Placement) -> Placement:
 
 
 def overridden(family: Family, name: str, base: Placement | None) -> Placement | None:
-    """``base``, with the rule that --replicate, --split or the format says where one of them names the tensor."""
+    """``base``, with the rule that --split or the format says where one of them names the tensor."""
     for regex, rule in family.overrides:
         if regex.search(name):
             if base is not None:

@@ -119,7 +119,7 @@ class Family:
     model_types: frozenset[str] = frozenset()
     """Model types of the config and of its language model's part."""
     overrides: tuple[tuple[re.Pattern[str], Rule], ...] = ()
-    """Rules of --replicate and --split; before every rule of the file."""
+    """Rules of --split; before every rule of the file."""
     _rules: list[tuple[re.Pattern[str], Rule, str, bool]] = field(default_factory=list)
     _by_name: bool = False
     """Some pattern names one number, or has an expert's number inside a word: names of one template may differ."""
@@ -468,7 +468,7 @@ class Family:
 
     def with_overrides(self, replicate: Sequence[str], split: Sequence[str]) -> Family:
         """The same family with rules from the command line first. Raises UsageError for a malformed one."""
-        rules = [(compile_pattern(p), parse_rule("replicate", origin=f"--replicate '{p}'")) for p in replicate]
+        rules = [(compile_pattern(p), parse_rule("replicate", origin=f"--split '{p}=none'")) for p in replicate]
         for text in split:
             pattern, eq, axis = text.rpartition("=")
             if not eq or not axis.lstrip("-").isdigit():
@@ -478,7 +478,7 @@ class Family:
 
 
 def no_family() -> Family:
-    """A family without rules: only what --replicate and --split name can be cut."""
+    """A family without rules: only what --split names can be cut."""
     return Family(FamilySpec(family="none", layers=LayersSpec(prefix="", rules={})), "")
 
 

@@ -224,7 +224,7 @@ def _around(data: dict[str, Any], config: Mapping[str, Any], origin: str) -> dic
         raise UnsupportedError(
             f"the language model in it is a `{inner.get('model_type')}`, of which no rules are known",
             where=origin,
-            hint="--family FILE.yaml, or a part by --replicate and --split",
+            hint="--family FILE.yaml, or single tensors: --split",
         )
     other = _other(name, inner, origin)
     # What the language model cannot be brought to, the model around it cannot either.

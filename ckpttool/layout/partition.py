@@ -47,7 +47,7 @@ class _Placements:
 
     tensors: list[_CutTensor] = field(default_factory=list)
     published: dict[str, Placement | None] = field(default_factory=dict)
-    """The placement of each name by the family's rules, without --replicate and the like."""
+    """The placement of each name by the family's rules, without --split."""
     packed: Collection[str] = ()
     """Names of the parts of packed weights."""
     scaled: dict[tuple[int, tuple[int, ...]], Rule] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
 from ckpttool.targeting.build import Prepared, plan_target
 from ckpttool.targeting.lacking import lacking
-from ckpttool.targeting.parts import Several, in_part, part_target
+from ckpttool.targeting.parts import Several
 from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.select import Selection, removal_note, select
 from ckpttool.targeting.sidecars import carried_below
@@ -78,12 +78,10 @@ class PreparedDrop:
         return {c: out[c] for c in in_order(out)}
 
 
-def prepare(
-    src: AnyPlace, options: OpenOptions, selection: Selection, target: Target, *, link: bool = False
-) -> PreparedDrop:
+def prepare(src: AnyPlace, options: OpenOptions, selection: Selection, *, link: bool = False) -> PreparedDrop:
     """Plan what is left. Raises a CkptError subclass; nothing is written.
 
-    ``link``: files that stay as they are may share their bytes with the source. UsageError for a target that
+    ``link``: files that stay as they are may share their bytes with the source. UsageError for a format that
     rewrites everything.
     """
     if not selection.remove and not selection.keep:
@@ -92,9 +90,8 @@ def prepare(
     refuse_empty(source)
     parts = parts_of(source.stored)
     if parts is not None:
-        return _of_parts(source, parts, selection, target, link=link)
-    same = target == Target() and not selection.rename
-    source = _own(source) if same else source
+        return _of_parts(source, parts, selection, link=link)
+    source = _own(source)
     table = parameters(source.catalog).table
     views, _ = select(parameters(source.catalog), selection, [], option="the pattern")
     lost = {n for n in table if n not in views.table}
@@ -106,16 +103,15 @@ def prepare(
     ]
     warnings = lacking(source, lost, views.table)
     found = reader(source.format)
-    rest = found.without(source.stored, source.catalog, lost) if same and isinstance(found, DropsInPlace) else None
+    rest = found.without(source.stored, source.catalog, lost) if isinstance(found, DropsInPlace) else None
     if rest is not None:
         return _in_place(source, selection, rest, lost, gone, warnings, link=link)
     if link:
         raise UsageError(
-            "--link keeps files that do not change, and this target writes all of them",
-            hint="drop --link, or the options for another target",
+            f"--link keeps files that do not change, and {source.format} writes all of them",
+            hint="drop --link",
         )
-    if not target.format and not target.from_flags() and reader(source.format).capabilities.sharded:
-        target = replace(target, format=source.format)  # one rank stays one rank
+    target = Target(format=source.format) if found.capabilities.sharded else Target()  # one rank stays one rank
     prepared = plan_target(source, target, selection)
     notes = prepared.notes
     notes[:] = [n for n in notes if not is_kind(n, "lacking")]
@@ -123,24 +119,18 @@ def prepare(
         # reshard counts what its patterns choose, which are parameters.
         said = f"{count(len(lost), 'parameter')} left out, {len(gone):,} tensors of all components"
         notes[:] = [said if is_kind(n, "removed") else n for n in notes]
-    if prepared.format == source.format and reader(source.format).capabilities.default_target:
+    if prepared.format == source.format and found.capabilities.default_target:
         notes.append("every file is rewritten, also those that lose nothing")
     written = {t.file for unit in prepared.plan.units for t in unit.stored_tensors}
     return PreparedDrop(prepared, gone, warnings, len(written), 0, 0)
 
 
-def _of_parts(
-    source: Checkpoint, parts: PipelineParts, selection: Selection, target: Target, *, link: bool
-) -> PreparedDrop:
-    """Plan the parts that lose something, or all of them for another target; the others stay as they are."""
-    other = target != Target()
-    target = part_target(source, parts, target) if other else target
+def _of_parts(source: Checkpoint, parts: PipelineParts, selection: Selection, *, link: bool) -> PreparedDrop:
+    """Plan the parts that lose something; the others stay as they are."""
     several = Several(source, parts, link=link)
     chosen = several.selections(selection)
     planned = {
-        p: prepare(p.place, parts.options(p), s if s.keep else Selection(keep=("*",)), in_part(p, target), link=link)
-        for p in parts.chosen
-        if (s := chosen[p.name]).keep or other
+        p: prepare(p.place, parts.options(p), chosen[p.name], link=link) for p in parts.chosen if chosen[p.name].keep
     }
     prepared = several.joined({p: one.target for p, one in planned.items()})
     gone = [g._replace(name=p.prefix + g.name) for p, one in planned.items() for g in one.gone]

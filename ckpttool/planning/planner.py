@@ -293,7 +293,7 @@ def _item(dtype: str, name: str) -> int:
     if lookup(dtype).bits % 8:
         raise LayoutError(
             f"tensor `{name}` is {dtype}: its elements share bytes, so it cannot be cut or fused",
-            hint="keep it whole: --replicate",
+            hint=f"keep it whole: --split '{name}=none'",
         )
     return itemsize(dtype)
 

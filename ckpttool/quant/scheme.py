@@ -115,10 +115,11 @@ def scheme(
     if edge and recipe in ("tensor", "channel"):
         raise UsageError(f"--edge has no effect with recipe {recipe}, which has no blocks", hint="omit it")
     if powers and recipe == "nvfp4":
-        raise UsageError("--pow2: the scales of nvfp4 are F8_E4M3, and no powers of two", hint="omit it")
+        raise UsageError("--scale-dtype pow2: the scales of nvfp4 are F8_E4M3, not powers of two", hint="omit it")
     if powers and recipe in GROUP:
         raise UsageError(
-            f"--pow2 has no effect with recipe {recipe}, whose scales are powers of two anyway", hint="omit it"
+            f"--scale-dtype pow2 has no effect with recipe {recipe}, whose scales are powers of two anyway",
+            hint="omit it",
         )
     wanted = _dtype(scale_dtype, "--scale-dtype") if scale_dtype else ""
     code = _code(recipe, code)

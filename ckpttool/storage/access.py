@@ -35,12 +35,10 @@ def offline() -> bool:
     return _is_set(OFFLINE)
 
 
-def set_access(*, anonymous: bool = False, offline: bool = False) -> None:
+def set_access(*, anonymous: bool = False) -> None:
     """What a command line asks for; what it does not ask for stays as the environment has it."""
     if anonymous:
         os.environ[ANONYMOUS] = "1"
-    if offline:
-        os.environ[OFFLINE] = "1"
 
 
 def settings() -> dict[str, str]:

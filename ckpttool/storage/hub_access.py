@@ -127,7 +127,7 @@ class HubRepo(NamedTuple):
             raise AccessError(
                 f"the Hub did not answer: {e.strerror}",
                 where=where,
-                hint="check the network and HF_ENDPOINT; with --offline (HF_HUB_OFFLINE=1) the Hub's cache is read",
+                hint="check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the Hub's cache is read",
             ) from None
         if answer.status >= 400 or answer.status < 200:
             raise self.refused(answer, revision)

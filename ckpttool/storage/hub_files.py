@@ -237,7 +237,7 @@ def _not_here(repo: HubRepo, revision: str) -> AccessError:
     return AccessError(
         f"{repo.repo} is not in the Hub's cache, and only that is read (offline)",
         where=[repo.text(revision), str(HubCache.of(repo.repo, repo.home).root)],
-        hint=f"{repo.download(revision)}; or go online: unset HF_HUB_OFFLINE, no --offline",
+        hint=f"{repo.download(revision)}; or unset HF_HUB_OFFLINE",
     )
 
 

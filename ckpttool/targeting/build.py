@@ -313,9 +313,10 @@ def _left_to_masters(
 
 
 def _check_overrides(family: Family, names: set[str]) -> None:
-    """A --replicate or --split that matches nothing is a typo."""
+    """A --split that matches nothing is a typo."""
     for regex, rule in family.overrides:
         with bounded(rule.origin):
             found = any(regex.search(n) for n in names)
         if not found:
-            raise UsageError(f"{rule.origin} matches no tensor", hint=nearest_hint(rule.origin.split("'")[1], names))
+            pattern = rule.origin.split("'")[1].rpartition("=")[0]
+            raise UsageError(f"{rule.origin} matches no tensor", hint=nearest_hint(pattern, names))

@@ -111,17 +111,17 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
     for flag in ("ep", "etp"):
         if (n := getattr(target, flag) or 1) > 1 and family.name != "none" and not _has_experts(source):
             yield f"--{flag}-out {n} has no effect: models of family `{family.name}` have no experts", None
-    for flag, asked in (("--sharding-out", target.sharding), ("--sharding-version", target.sharding_version)):
-        if asked and not can.optimizer_shards:
-            what = f"{flag} {asked} has no effect with {to}, which does not share out optimizer state"
-            yield what, "omit it, or use --to hybrid, zcc or flex"
+    if target.sharding and not can.optimizer_shards:
+        what = f"--sharding-out {target.sharding} has no effect with {to}, which does not share out optimizer state"
+        yield what, "omit it, or use --to hybrid, zcc or flex"
     if target.betas is not None and "optimizer" not in can.components:
         yield f"--betas has no effect with {to}, which holds no optimizer", "omit it"
     if target.native_names and not dialect(writer.dialect).versions:
         yield f"--native-names has no effect with {to}", "omit it"
     if target.sharding_version and (sharding == 1 or not isinstance(writer, VersionedShards)):
         why = "without --sharding-out 2 or more" if isinstance(writer, VersionedShards) else f"with {to}"
-        yield f"--sharding-version {target.sharding_version} has no effect {why}", "omit it"
+        asked = f"--sharding-out {sharding}:{target.sharding_version}"
+        yield f"{asked}: {target.sharding_version} has no effect {why}", "omit it"
     shared = can.optimizer_shards and sharding > 1
     if (
         _changes_dtypes(source, target.dtype)

@@ -91,7 +91,7 @@ OFFERED: dict[tuple[str, str], tuple[str, ...]] = {
         (c, "--from"): (*choices.FORMATS, *choices.READ_ONLY)
         for c in ("reshard", "merge", "inspect", "quantize", "size")
     },
-    **{(c, "--to"): choices.FORMATS for c in ("reshard", "merge", "drop-keys")},
+    **{(c, "--to"): choices.FORMATS for c in ("reshard", "merge")},
     ("quantize", "--to"): choices.PRECISIONS,
     ("reshard", "--target"): choices.TARGETS,
     ("reshard", "--only"): choices.COMPONENTS,

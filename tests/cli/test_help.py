@@ -55,7 +55,6 @@ def test_first_help_at_any_place() -> None:
 def test_merge_names_its_methods() -> None:
     words = ckpttool("merge", "--help").out.partition("Methods:")[2].replace(",", " ").replace(".", " ").split()
     assert set(METHODS) <= set(words)
-    assert "--list-methods" in words
 
 
 def test_list_methods() -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Annotated
 
+import pytest
 import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from ckpttool.cli.app import app
-from ckpttool.cli.options import flag, grouped, number, value, without
+from ckpttool.cli.options import CONNECTIONS, RunFlags, flag, grouped, number, value, whole_and_cut, without
+from ckpttool.errors import UsageError
 
 OF_THEIR_OWN = {
     "--atol": {"diff"},
@@ -91,3 +93,18 @@ def test_a_group_that_has_an_option_anew_replaces_it_in_its_place() -> None:
     assert list(signature(command).parameters) == ["tp", "names", "quick"]
     assert "Another text." in output_of(command, "--help")
     assert "Tensor-parallel" not in output_of(command, "--help")
+
+
+def test_split_says_what_is_whole() -> None:
+    assert whole_and_cut(["a.*=none", "b=0", "=none=none"]) == (("a.*", "=none"), ("b=0",))
+
+
+def test_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CKPTTOOL_CONNECTIONS; nothing else limits what is sent."""
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    assert RunFlags().options().connections is None
+    monkeypatch.setenv(CONNECTIONS, "3")
+    assert RunFlags().options().connections == 3
+    monkeypatch.setenv(CONNECTIONS, "none")
+    with pytest.raises(UsageError, match="CKPTTOOL_CONNECTIONS is `none`"):
+        RunFlags().options()

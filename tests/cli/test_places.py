@@ -98,7 +98,7 @@ def test_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(SCHEMES, "there", settings)
     monkeypatch.delenv(ANONYMOUS, raising=False)
     monkeypatch.delenv(OFFLINE, raising=False)
-    for options, said in (((), "False, False!"), (("--anonymous",), "True, False!"), (("--offline",), "False, True!")):
+    for options, said in (((), "False, False!"), (("--anonymous",), "True, False!")):
         with patch.dict(os.environ):
             assert said in ckpttool("inspect", URL, *options).err, options
 

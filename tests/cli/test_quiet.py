@@ -75,7 +75,7 @@ def test_findings_of_a_check_stay() -> None:
 
 
 def test_the_size_is_its_verdict() -> None:
-    done = ckpttool("fp8-size", FT1, "--recipe", "channel", "--device-mem", "80GB", "-q")
+    done = ckpttool("fp8-size", FT1, "--recipe", "channel", "--gpu", "80GB", "-q")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("fits")
     total = ckpttool("fp8-size", FT1, "-q").out

@@ -246,7 +246,7 @@ def test_drop_keys(tmp_path: Path) -> None:
     error = refused("drop-keys", src, tmp_path / "out", "steps", code=1)
     assert "`steps` is missing" in error
     assert "--to hf" in error
-    ok("drop-keys", src, tmp_path / "out", "steps", "--to", "hf", "--verify")
+    ok("reshard", src, tmp_path / "out", "--remove-keys", "steps", "--to", "hf", "--verify")
     assert sorted(load_file(tmp_path / "out/model.safetensors")) == ["linear_0.b_0", "linear_0.w_0"]
 
 

@@ -178,9 +178,3 @@ def test_warnings_know_the_names_of_the_model() -> None:
     assert "warning: `llama.norm.weight` is required" in text
     assert "warning: `llama.embed_tokens.weight` is required" in text
     assert ckpttool("drop-keys", source, "nowhere", "lm_head.weight", "-n").err.count("warning: `lm_head.weight`") == 1
-
-
-def test_only_the_model_is_left_for_a_format_without_more(tmp_path: Path) -> None:
-    drop(ZCC, tmp_path / "out", EXPERTS, "--to", "hf", "--verify")
-    assert set(ask(tmp_path / "out")["components"]) == {"model"}
-    assert not any(".experts." in n for n in digests(tmp_path / "out"))

@@ -242,8 +242,8 @@ def test_what_no_size_tells_is_refused(vocab: int | None, says: str, tmp_path: P
     error = refused(ranks, tmp_path / "dst", "--to", "hf")
     assert "it is not clear whether `transformer.wte.weight` is whole on each of the 2 ranks or cut" in error
     assert says in error
-    assert "--replicate 'transformer.wte.weight'" in error
-    reshard(ranks, tmp_path / "dst", "--to", "hf", "--replicate", "transformer.wte.weight", "--verify")
+    assert "--split 'transformer.wte.weight=none'" in error
+    reshard(ranks, tmp_path / "dst", "--to", "hf", "--split", "transformer.wte.weight=none", "--verify")
     assert_same(read_all(tmp_path / "dst"), want)
 
 
@@ -251,7 +251,7 @@ def test_a_wrong_answer_to_the_question_is_found_by_the_copies(tmp_path: Path) -
     """Tensors that are said to be whole must be the same on all ranks."""
     config = config_of("gpt2", "plain")
     written(save_hf(tmp_path / "src", finite(tensors_of(config)), config), tmp_path / "ranks", "--tp-out", 2)
-    error = refused(tmp_path / "ranks", tmp_path / "dst", "--to", "hf", "--replicate", "transformer.wte.weight")
+    error = refused(tmp_path / "ranks", tmp_path / "dst", "--to", "hf", "--split", "transformer.wte.weight=none")
     assert "transformer.wte.weight" in error
 
 

@@ -758,7 +758,7 @@ def test_only_the_files_of_chosen_ranks_are_written() -> None:
         (Mesh(tp=2, ep=2), 1, "", False, LayoutError, "above 1"),
         (Mesh(tp=4, ep=2), 2, "", False, LayoutError, "multiple of tp"),
         (Mesh(tp=2, ep=2, etp=2), 2, "", False, LayoutError, "etp 1"),
-        (Mesh(ep=2), 2, "v1", False, LayoutError, "--sharding-version v2"),
+        (Mesh(ep=2), 2, "v1", False, LayoutError, "--sharding-out N:v2"),
     ],
 )
 def test_sizes_that_paddle_has_no_groups_for_are_refused(

@@ -61,7 +61,7 @@ def test_each_rank_gets_what_it_held(name: str, tmp_path: Path) -> None:
 DENSE: tuple[tuple[str, ...], ...] = (
     ("hybrid", "--tp-out", "2"),
     ("hybrid", "--tp-out", "1", "--sharding-out", "2"),
-    ("hybrid", "--tp-out", "2", "--pp-out", "2", "--sharding-out", "2", "--sharding-version", "v1"),
+    ("hybrid", "--tp-out", "2", "--pp-out", "2", "--sharding-out", "2:v1"),
     ("hybrid", "--tp-out", "1", "--pp-out", "2", "--sharding-out", "4"),
     ("zcc", "--tp-out", "2", "--sharding-out", "2"),
     ("flex", "--tp-out", "2", "--sharding-out", "2"),
@@ -104,7 +104,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.sample(
-    "paddle_unified/nlp_llamafused_bf16_tp2-hybrid --tp-out 2 --pp-out 2 --sharding-out 2 --sharding-version v1",
+    "paddle_unified/nlp_llamafused_bf16_tp2-hybrid --tp-out 2 --pp-out 2 --sharding-out 2:v1",
     "paddle_unified/pf12_llama_bf16_sharding2_split_param-flex --tp-out 2 --sharding-out 2",
     "paddle_zcc/sharding2_v1-unified --tp-out 4",
     "paddle_zcc/ep2_tp2_sharding2_ema-flex --tp-out 2 --ep-out 2",
@@ -238,7 +238,7 @@ def test_shards_that_changed_places(tmp_path: Path) -> None:
     assert "optimizer.tp01_shard00.pdopt holds what shard 2 holds" in text
 
 
-@pytest.mark.parametrize("more", [(), ("--sharding-out", "2"), ("--sharding-out", "2", "--sharding-version", "v1")])
+@pytest.mark.parametrize("more", [(), ("--sharding-out", "2"), ("--sharding-out", "2:v1")])
 def test_stages_of_a_pipeline_have_the_state_of_tied_embeddings(more: tuple[str, ...], tmp_path: Path) -> None:
     """A trainer of one process saves it under the name of the head; the first stage has the embedding."""
     src = UNIFIED / "pf12_qwen2tied_bf16_tp1"

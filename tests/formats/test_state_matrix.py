@@ -104,7 +104,7 @@ TARGETS: Sequence[Target] = [
     ("unified", *ONE),
     ("hybrid", *ONE),
     ("hybrid", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2),
-    ("hybrid", "--tp-out", 1, "--pp-out", 2, "--sharding-out", 2, "--sharding-version", "v1"),
+    ("hybrid", "--tp-out", 1, "--pp-out", 2, "--sharding-out", "2:v1"),
     ("zcc", *ONE, "--sharding-out", 2),
     ("flex", *ONE),
     ("flex", "--tp-out", 2, "--pp-out", 1, "--sharding-out", 2),
@@ -229,7 +229,7 @@ def refusal(source: Source, target: Target) -> str:
 @pytest.mark.sample(
     "by hand: steps-ranks --tp-out 2 --pp-out 2",
     "by hand: betas-unified --tp-out 1 --pp-out 1 --ep-out 1",
-    "by hand: frozen-hybrid --tp-out 1 --pp-out 2 --sharding-out 2 --sharding-version v1",
+    "by hand: frozen-hybrid --tp-out 1 --pp-out 2 --sharding-out 2:v1",
     "by hand: float32-universal",
     "bytecheckpoint/fsdp2-dcp --sharding-out 3",
     "dcp/titan_llama3/checkpoint-flex --tp-out 2 --pp-out 1 --sharding-out 2",

@@ -73,10 +73,9 @@ class Case(NamedTuple):
     @property
     def options(self) -> list[object]:
         out: list[object] = ["--recipe", self.recipe, "--quant-method", self.method]
-        if self.scale:
-            out += ["--scale-dtype", self.scale]
-        if self.powers and self.scale != "F8_E8M0":
-            out.append("--pow2")
+        powers = self.powers and self.scale != "F8_E8M0"
+        if self.scale or powers:
+            out += ["--scale-dtype", ":".join(filter(None, (self.scale, "pow2" * powers)))]
         if self.code != "F8_E4M3":
             out += ["--code", self.code]
         return out

@@ -62,7 +62,8 @@ def test_conv1d_is_told_by_the_model(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        ("block", "--scale-dtype", "e8m0"), ("block", "--scale-dtype", "bf16"), ("block", "--pow2"), ("tensor",),
+        ("block", "--scale-dtype", "e8m0"), ("block", "--scale-dtype", "bf16"), ("block", "--scale-dtype", "pow2"),
+        ("tensor",),
         ("block", "--quant-method", "compressed-tensors", "--scale-dtype", "f32"), ("channel", "--scale-dtype", "f32"),
         ("channel", "--quant-method", "fbgemm_fp8"), ("tensor", "--quant-method", "modelopt"), ("mxfp8",), ("nvfp4",),
         ("mxfp4",),

@@ -57,7 +57,7 @@ OTHER_DTYPES = [
     "--recipe tensor --quant-method modelopt --scale-dtype F32-BF16",
     "--recipe channel --quant-method fbgemm_fp8 --scale-dtype F32-BF16",
     "--recipe block --quant-method fp8 --scale-dtype F8_E8M0-BF16",
-    "--recipe block --quant-method fp8 --scale-dtype F32 --pow2-BF16",
+    "--recipe block --quant-method fp8 --scale-dtype F32:pow2-BF16",
     "--recipe mxfp8 --quant-method compressed-tensors-BF16",
     "--recipe nvfp4 --quant-method modelopt-BF16",
     "--recipe channel --quant-method compressed-tensors --scale-dtype F16-F16",

@@ -151,7 +151,6 @@ def test_configs_that_are_none(tmp_path: Path, llama: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nothing")
     assert "--tp has no effect" in refused(llama, "--tp", 2)
     assert "--from has no effect" in refused(llama, "--from", "hf")
-    assert "--rank-pattern has no effect" in refused(llama, "--rank-pattern", "x{rank}")
     assert "--config has no effect" in refused(llama, "--config", llama)
 
 
@@ -363,7 +362,7 @@ def test_training_has_no_blocks_to_tear(tmp_path: Path) -> None:
 
 
 def test_devices_that_are_too_small(llama: Path) -> None:
-    data = size_of(llama, "--device-mem", "1MB", "--utilization", 1, code=3)
+    data = size_of(llama, "--gpu", "1MB", "--utilization", 1, code=3)
     held = data["ranks"]["groups"][0]["bytes"]
     fit = data["fit"]
     assert [r["options"] for r in fit.pop("would_fit")]
@@ -380,17 +379,17 @@ def test_devices_that_are_too_small(llama: Path) -> None:
         "left": 10**6 - held,
     }
     whole = ("--utilization", 1)
-    assert size_of(llama, "--device-mem", held, *whole)["fit"]["left"] == 0
+    assert size_of(llama, "--gpu", held, *whole)["fit"]["left"] == 0
     cache = ("--kv", "bf16", "--tokens", 1000)
-    kv = size_of(llama, "--device-mem", held + 1000 * 1024, *whole, *cache)
+    kv = size_of(llama, "--gpu", held + 1000 * 1024, *whole, *cache)
     assert kv["kv"]["bytes_per_token"] == 2 * 2 * 2 * 64 * 2 == 1024
     assert (kv["fit"]["left"], kv["fit"]["tokens"]) == (0, 1000)
-    assert not size_of(llama, "--device-mem", held + 999 * 1024, *whole, *cache, code=3)["fit"]["ok"]
-    assert size_of(llama, "--train", "--device-mem", "100MB")["fit"]["ok"]
+    assert not size_of(llama, "--gpu", held + 999 * 1024, *whole, *cache, code=3)["fit"]["ok"]
+    assert size_of(llama, "--train", "--gpu", "100MB")["fit"]["ok"]
 
 
 def test_the_most_loaded_rank_counts(llama: Path) -> None:
-    data = size_of(llama, "--pp-out", 2, "--device-mem", "1GB")
+    data = size_of(llama, "--pp-out", 2, "--gpu", "1GB")
     sizes = [g["bytes"] for g in data["ranks"]["groups"]]
     assert data["fit"]["needed"] == max(sizes)
     assert data["ranks"]["most_loaded"] == 1
@@ -447,7 +446,7 @@ def test_every_dtype_has_its_true_size(tmp_path: Path) -> None:
 
 
 def test_json(llama: Path) -> None:
-    serving = size_of(llama, "--tp-out", 1, "--kv", "bf16", "--tokens", 10, "--device-mem", "1GB")
+    serving = size_of(llama, "--tp-out", 1, "--kv", "bf16", "--tokens", 10, "--gpu", "1GB")
     assert set(serving) == {
         "schema",
         "path",
@@ -544,7 +543,7 @@ def test_the_verdict_comes_first(llama: Path) -> None:
     sizes = f"{needed:,} of {budget:,} bytes on one GPU (H100: {memory:,} bytes x 0.9)"
     assert fits == f"fits: {sizes}, {budget - needed:,} bytes left"
     held = size_of(llama, "--recipe", "bf16", "--tp-out", 1)["ranks"]["groups"][0]["bytes"]
-    no = verdict(llama, "--recipe", "bf16", "--device-mem", held - 1, "--utilization", 1, code=3)
+    no = verdict(llama, "--recipe", "bf16", "--gpu", held - 1, "--utilization", 1, code=3)
     assert no[0].startswith(f"does not fit: needs 1 byte more on one GPU: {held:,} of {held - 1:,} bytes (")
     assert no[1].startswith("would fit: --tp-out 2 (")
 
@@ -564,7 +563,7 @@ def test_what_would_fit_does(llama: Path) -> None:
     """Each remedy, given as options, makes the command succeed; the next milder value of its kind does not."""
     asked: list[object] = ["--recipe", "bf16", "--kv", "bf16", "--tokens", "64k", "--batch", 2]
     data = size_of(llama, *asked, "--gpu", "h100")
-    device = ("--utilization", 1, "--device-mem", int(data["fit"]["needed"] * 0.7))
+    device = ("--utilization", 1, "--gpu", int(data["fit"]["needed"] * 0.7))
     found = size_of(llama, *asked, *device, code=3)["fit"]["would_fit"]
     assert {r["options"].split()[0] for r in found} >= {"--tp-out", "--kv", "--tokens"}
     for remedy in found:
@@ -578,7 +577,7 @@ def test_remedies_together(llama: Path) -> None:
     """Where no change alone is enough, the mildest that are enough together."""
     asked = ("--recipe", "bf16", "--kv", "bf16", "--tokens", "64k")
     least = size_of(llama, *asked, "--tp-out", 2, "--recipe", "mxfp4", "--kv", "fp8", "--gpu", "h100")["fit"]["needed"]
-    device = ("--utilization", 1, "--device-mem", least + 1000)
+    device = ("--utilization", 1, "--gpu", least + 1000)
     found = size_of(llama, *asked, *device, code=3)["fit"]["would_fit"]
     (remedy,) = [r for r in found if not r["options"].startswith("--tokens")]
     options = remedy["options"].split()
@@ -589,7 +588,7 @@ def test_remedies_together(llama: Path) -> None:
 def test_remedies_of_training(llama: Path) -> None:
     asked = ("--recipe", "bf16", "--train", "--dp", 8)
     needed = size_of(llama, *asked, "--gpu", "h100")["fit"]["needed"]
-    found = size_of(llama, *asked, "--device-mem", needed, code=3)["fit"]["would_fit"]
+    found = size_of(llama, *asked, "--gpu", needed, code=3)["fit"]["would_fit"]
     assert [r["options"] for r in found] == ["--tp-out 2", "--zero 2"]
 
 
@@ -604,4 +603,4 @@ def test_gpus(llama: Path, name: str, mib: int) -> None:
 
 def test_a_gpu_that_is_not_known(llama: Path) -> None:
     assert "mi300x" in refused(llama, "--gpu", "h1000")
-    assert "exclude each other" in refused(llama, "--gpu", "h100", "--device-mem", "1GB")
+    assert "--gpu 80GB" in refused(llama, "--gpu", "80")  # not 80 bytes

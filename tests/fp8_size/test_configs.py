@@ -189,9 +189,9 @@ def test_only_clear_errors() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recipe": "nvfp4", "powers": True}, "--pow2: the scales of nvfp4"),
-        ({"recipe": "mxfp8", "powers": True}, "--pow2 has no effect with recipe mxfp8"),
-        ({"recipe": "mxfp4", "powers": True}, "--pow2 has no effect with recipe mxfp4"),
+        ({"recipe": "nvfp4", "powers": True}, "--scale-dtype pow2: the scales of nvfp4"),
+        ({"recipe": "mxfp8", "powers": True}, "--scale-dtype pow2 has no effect with recipe mxfp8"),
+        ({"recipe": "mxfp4", "powers": True}, "--scale-dtype pow2 has no effect with recipe mxfp4"),
         ({"recipe": "nvfp4", "code": "e4m3"}, "codes of nvfp4 are F4"),
         ({"recipe": "mxfp4", "code": "f8_e5m2"}, "codes of mxfp4 are F4"),
         ({"recipe": "mxfp8", "code": "bf16"}, "codes of mxfp8 are F8_E4M3 or F8_E5M2"),

@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
     "imports": lambda src, dst: ["inspect", src, "--imports"],
     "stats": lambda src, dst: ["inspect", src, "--stats", "--hash"],
     "reshard": lambda src, dst: ["reshard", src, dst, "--to", "hf"],
-    "ranks": lambda src, dst: ["reshard", src, dst, "--to", "ranks", "--tp-out", 2, "--replicate", "*"],
+    "ranks": lambda src, dst: ["reshard", src, dst, "--to", "ranks", "--tp-out", 2, "--split", "*=none"],
     "drop": lambda src, dst: ["drop-keys", src, dst, "a*"],
     "merge": lambda src, dst: ["merge", src, "-o", dst],
     "cast": lambda src, dst: ["fp8-cast", src, dst],

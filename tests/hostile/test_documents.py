@@ -340,7 +340,7 @@ def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) ->
     court.run("inspect", court.src, "--filter", pattern)
     court.run("reshard", court.src, court.dst, "--rename", f"{pattern}=x")
     if case != "repetition of repetitions":  # not bounded while rules are placed: only a user writes these
-        court.run("reshard", court.src, court.dst, "--tp-out", 2, "--replicate", pattern)
+        court.run("reshard", court.src, court.dst, "--tp-out", 2, "--split", f"{pattern}=none")
         court.run("reshard", court.src, court.dst, "--tp-out", 2, "--split", f"{pattern}=0")
     court.run("fp8-cast", court.src, court.dst, "--keep", pattern)
     court.run("fp8-size", court.src, "--keep", pattern)

@@ -117,7 +117,7 @@ def test_a_million_layers_are_the_limit(tmp_path: Path, what: str) -> None:
     for number, refused in ((2**20 - 1, False), (2**20, True), (10**17, True)):
         name = f"model.layers.{number if what == 'layers' else 0}.mlp.experts.{number if what == 'experts' else 0}.w"
         (court.src / "model.safetensors").write_bytes(safetensors({name: tensor()}, b"abcd"))
-        done = court.run("reshard", court.src, court.dst, "--to", "ranks", "--tp-out", 2, "--replicate", "*", "-n")
+        done = court.run("reshard", court.src, court.dst, "--to", "ranks", "--tp-out", 2, "--split", "*=none", "-n")
         assert (done.code == 1) == refused, done.err
         assert (f"{number + 1:,} {what} are more than any model has" in done.err) == refused
 

@@ -149,7 +149,7 @@ def test_text_of_many_cuts_is_a_list(tmp_path: Path) -> None:
     """What does not fit on a line is never cut off."""
     wide = {"model.embed_tokens.weight": origin(1, "BF16", (40_000, 1))}
     save_hf(tmp_path / "src", {**llama(), **wide}, {**CONFIG, "vocab_size": 40_000})
-    reshard(tmp_path / "src", tmp_path / "out", "--to", "ranks", "--tp-out", 32, "--replicate", "model.layers.*")
+    reshard(tmp_path / "src", tmp_path / "out", "--to", "ranks", "--tp-out", 32, "--split", "model.layers.*=none")
     out = ckpttool("inspect", tmp_path / "out", "--ranks", "--filter", "*embed*").out
     assert "    axis 0       0:1250  rank 0\n" in out
     assert "    axis 0  38750:40000  rank 31\n" in out

@@ -179,7 +179,7 @@ def test_ranks_without_rules_are_listed_as_they_are_stored(tmp_path: Path) -> No
     assert "names and shapes are those that each rank stores" in done.err
     assert ask(tmp_path, "--list")["logical"] is False
     assert ckpttool("inspect", tmp_path, "--stats").code == 1
-    assert ask(tmp_path, "--list", "--replicate", "*")["logical"] is True
+    assert ask(tmp_path, "--list", "--split", "*=none")["logical"] is True
 
 
 def test_empty_and_scalar_tensors_are_listed(tmp_path: Path) -> None:

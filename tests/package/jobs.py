@@ -151,7 +151,7 @@ def elsewhere() -> None:
     """Other machines: what is not installed is named."""
     if not find_spec("boto3"):
         assert "hint: pip install 'ckpttool[remote]'" in ran("inspect", "s3://bucket/model", code=2)
-    said = ran("inspect", "hf://org/model", "--offline", environment={"HF_HOME": "hub"}, code=1)
+    said = ran("inspect", "hf://org/model", environment={"HF_HOME": "hub", "HF_HUB_OFFLINE": "1"}, code=1)
     assert "not installed" not in said, said
 
 

@@ -174,9 +174,7 @@ def test_hybrid_and_zcc(software: str, sources: Mapping[str, Path], tmp_path: Pa
             "--pp-out",
             pp,
             "--sharding-out",
-            sharding,
-            "--sharding-version",
-            version,
+            f"{sharding}:{version}",
         ]
         options = mesh if sharding > 1 else mesh[:4]
         reshard(sources[software], paths[name], "--to", to, "--target", software, *options)

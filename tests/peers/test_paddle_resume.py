@@ -41,8 +41,7 @@ class Case(NamedTuple):
         if self.to != "flex":
             out += ["--target", self.target, *(["--native-names"] if self.source else [])]
         if self.sharding > 1 and self.to != "unified":
-            out += ["--sharding-out", self.sharding]
-            out += ["--sharding-version", self.version] if self.to != "flex" else []
+            out += ["--sharding-out", f"{self.sharding}:{self.version}" if self.to != "flex" else self.sharding]
         return out
 
     @property

@@ -167,7 +167,7 @@ def test_every_dtype_that_torch_writes(tmp_path: Path) -> None:
         state[f"{name}.empty"] = torch.empty(0, 8, dtype=dtype)
     (tmp_path / "source").mkdir()
     save_file(state, tmp_path / "source" / "model.safetensors")
-    cut = ("--split", "*.matrix=0", "--replicate", "*.scalar", "--replicate", "*.empty")
+    cut = ("--split", "*.matrix=0", "--split", "*.scalar=none", "--split", "*.empty=none")
     reshard(tmp_path / "source", tmp_path / "two", "--tp-out", 2, *cut)
     for rank in range(2):
         got = torch_state_of(tmp_path / "two" / f"rank-{rank:05d}-of-00002.safetensors")

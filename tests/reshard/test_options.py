@@ -90,7 +90,7 @@ def test_replicate_and_split(tmp_path: Path, dst: Path) -> None:
     tensors = LLAMA.tensors()
     tensors |= {f"extra.{n}": origin(900 + n, "F32", (8, 6)) for n in range(3)}
     save_hf(tmp_path / "src", tensors, LLAMA.config)
-    options = ("--replicate", "extra.0", "--split", "extra.1=0", "--split", "extra.2=-1", "--replicate", HEAD)
+    options = ("--split", "extra.0=none", "--split", "extra.1=0", "--split", "extra.2=-1", "--split", f"{HEAD}=none")
     reshard(tmp_path / "src", dst, "-q", "--tp-out", 2, *options)
     for rank in (0, 1):
         got = read(dst / f"rank-{rank:05d}-of-00002.safetensors")
@@ -109,7 +109,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path, dst: Path) -> None:
         "steps": origin(803, "I64", ()),
     }
     save_hf(tmp_path / "src", tensors, LLAMA.config)
-    options = ("--replicate", "steps", "--split", "model.layers.0.extra=0")
+    options = ("--split", "steps=none", "--split", "model.layers.0.extra=0")
     reshard(tmp_path / "src", dst, "-q", "--tp-out", 4, "--pp-out", 3, "--verify", *options)
     first = read(dst / "rank-00003-of-00012.safetensors")
     assert first["model.layers.0.extra"].bits.shape == (0, H)
@@ -133,7 +133,7 @@ def test_elements_smaller_than_a_byte(dtype: str, tmp_path: Path, dst: Path) -> 
     error = refused(tmp_path / "src", dst, "--tp-out", 2, "--split", "x=0")
     assert "its elements share bytes" in error
     assert "--replicate" in error
-    reshard(tmp_path / "src", dst, "-q", "--tp-out", 2, "--replicate", "x", "--verify")
+    reshard(tmp_path / "src", dst, "-q", "--tp-out", 2, "--split", "x=none", "--verify")
     reshard(dst, tmp_path / "back", "-q", "--to", "hf", "--verify")
     start = data.index(b"}}") + 2
     again = (tmp_path / "back" / "model.safetensors").read_bytes()
@@ -186,7 +186,7 @@ def test_dtype(given: str, wanted: str, tmp_path: Path, dst: Path) -> None:
     }
     config = {**LLAMA.config, "vocab_size": 8, "dtype": "x"}
     save_hf(tmp_path / "src", tensors, config)
-    reshard(tmp_path / "src", dst, "-q", "--dtype", wanted, "--tp-out", 2, "--replicate", "ids", "--verify")
+    reshard(tmp_path / "src", dst, "-q", "--dtype", wanted, "--tp-out", 2, "--split", "ids=none", "--verify")
     reshard(dst, tmp_path / "back", "-q", "--to", "hf")
     got = read_all(tmp_path / "back")
     out_dtype, out_kind = CASTS[wanted]

@@ -69,7 +69,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "reshard": ("reshard", "{src}", "{dst}", "--remove-keys", f"model.layers.{LAYERS}.*"),
     "reshard, kept": ("reshard", "{src}", "{dst}", "--keep-keys", "re:^(?!model\\.layers\\.3\\.).*"),
     "drop-keys": ("drop-keys", "{src}", "{dst}", f"model.layers.{LAYERS}.*"),
-    "drop-keys, other": ("drop-keys", "{src}", "{dst}", f"model.layers.{LAYERS}.*", "--to", "torch-bin"),
+    "reshard without": ("reshard", "{src}", "{dst}", "--remove-keys", f"model.layers.{LAYERS}.*", "--to", "torch-bin"),
     "merge": (
         "merge",
         "{src}",

@@ -550,7 +550,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "split on an axis that is not there": (("--tp-out", 2, "--split", f"{NORM}=1"), 1, ("axis 1", NORM)),
     "split of nothing": (("--tp-out", 2, "--split", "nothing=0"), 2, ("--split", "matches no tensor")),
     "padding of whole tensors": (("--to", "hf", "--vocab-multiple", 64), 2, ("--vocab-multiple 64", "does not pad")),
-    "replicate of nothing": (("--tp-out", 2, "--replicate", "nothing"), 2, ("--replicate", "matches no tensor")),
+    "replicate of nothing": (("--tp-out", 2, "--split", "nothing=none"), 2, ("--split", "matches no tensor=none")),
 }
 
 

@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fp8-cast": ("fp8-cast", "{src}", "{dst}", "--verify"),
     "drop-keys": ("drop-keys", "{src}", "{dst}", "lm_head.weight", "--verify"),
     "drop-keys, linked": ("drop-keys", "{src}", "{dst}", "lm_head.weight", "--link"),
-    "drop-keys, cut": ("drop-keys", "{src}", "{dst}", "lm_head.weight", "--tp-out", "2"),
+    "reshard, cut": ("reshard", "{src}", "{dst}", "--remove-keys", "lm_head.weight", "--tp-out", "2"),
 }
 
 

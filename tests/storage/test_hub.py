@@ -464,7 +464,7 @@ def test_offline(hub: Hub, tmp_path: Path) -> None:
         assert refused("hf://org/other", tmp_path / "no") == (
             "error: org/other is not in the Hub's cache, and only that is read (offline)\n"
             f"  --> hf://org/other\n      {tmp_path}/home/hub/models--org--other\n\n"
-            "hint: `hf download org/other` fetches it; or go online: unset HF_HUB_OFFLINE, no --offline\n"
+            "hint: `hf download org/other` fetches it; or unset HF_HUB_OFFLINE\n"
         )
         assert "`hf download org/tiny --revision v1` fetches it" in refused(f"{MODEL}@v1", tmp_path / "no")
     assert not hub.asked

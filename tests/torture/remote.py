@@ -72,7 +72,7 @@ class Scenario:
 
     def words(self, work: Path, part: int = 0) -> list[str]:
         places = {"s": f"s3://{SRC}/in", "d": f"s3://{DST}/out", "f": FIXTURES, "w": work}
-        words = [w.format(**places) for w in self.command.split()] + ["--workers", "1", "--connections", "1"]
+        words = [w.format(**places) for w in self.command.split()] + ["--workers", "1"]
         return [*words, "--part", f"{part}/2"] if part else words
 
 

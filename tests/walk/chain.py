@@ -369,9 +369,8 @@ def to_paddle(r: Random, state: State) -> Step | None:
         words += _grid_words(model, grid, format_)
         if r.random() < 0.4:
             shards = r.choice([2, 4])
-            words += ["--sharding-out", str(shards)]
-            if format_ == "hybrid" and r.random() < 0.3:
-                words += ["--sharding-version", "v1"]
+            first = format_ == "hybrid" and r.random() < 0.3
+            words += ["--sharding-out", f"{shards}:v1" if first else str(shards)]
     new = replace(
         new, format=format_, naming="paddle", style=Style(), grid=grid, shards=shards, config_kept=False,
     )  # fmt: skip

@@ -100,7 +100,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
         return AccessError(
             "HF_HUB_OFFLINE is set, and nothing can be written",
             where=where,
-            hint="unset HF_HUB_OFFLINE, or drop --offline",
+            hint="unset HF_HUB_OFFLINE",
         )
     cause: BaseException | None = error
     while cause is not None:

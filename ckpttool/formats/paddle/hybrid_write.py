@@ -285,7 +285,7 @@ def _check_sizes(request: WriteRequest, version: str, *, nlp: bool, ema: bool) -
     if version == "v1":
         raise LayoutError(
             "sharding v1 shares whole parameters out over one group, but experts have a group of their own",
-            hint="use --sharding-version v2 with expert parallelism",
+            hint="use --sharding-out N:v2 with expert parallelism",
         )
 
 

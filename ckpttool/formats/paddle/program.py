@@ -345,7 +345,7 @@ def refuse_others(program: Program, tensors: Sequence[RankTensor], label: str = 
             f"{label} does not have the tensors of the program: {wrong[0]}"
             + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
             where=[str(program.path), *wrong[1:5]],
-            hint="only values may change; --to hf writes tensors without a program",
+            hint="only values may change; `ckpttool reshard SRC DST --to hf` writes tensors without a program",
         )
 
 

@@ -213,7 +213,7 @@ def _sensible(question: Question) -> None:
     needs: tuple[tuple[str, object, Mapping[str, object]], ...] = (
         ("--kv", q.kv, {"--tokens": q.tokens, "--batch": q.batch, "--max-model-len": q.max_model_len}),
         ("--train", q.train, training),
-        ("--tp-out, --kv, --train or --gpu", q.per_rank, {"--vocab-pad": q.vocab_pad}),
+        ("--tp-out, --kv, --train, --gpu", q.per_rank, {"--vocab-pad": q.vocab_pad}),
         ("--gpu", q.device, {"--utilization": q.utilization}),
     )
     for needed, there, options in needs:

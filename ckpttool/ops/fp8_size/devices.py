@@ -57,19 +57,19 @@ COMMON = tuple(GPUS[name] for name in ("l4", "l40s", "a100", "h100", "h200", "b2
 """Devices to suggest, those of one memory class in a row."""
 
 
-def device(text: str, option: str) -> Device:
-    """The device that an option describes: a name (``h100``) or its memory (``80GB``, ``80GiB``, a number of bytes).
+def device(text: str) -> Device:
+    """The device that --gpu describes: a name (``h100``) or its memory (``80GB``, ``80GiB``, a number of bytes).
 
     Raises UsageError for an unknown name, and for a number so small that it was not meant in bytes.
     """
     if re.fullmatch(r"\s*[\d.]+\s*[kmgt]i?b?\s*|\s*\d{6,}\s*", text.lower()):
-        return Device("", parse_size(text, option))
+        return Device("", parse_size(text, "--gpu"))
     if text.strip().isdecimal() and len(text.strip()) < 4:
-        raise UsageError(f"{option} {text} has no unit", hint=f"write {text}GB or {text}GiB")
-    return gpu(text, option)
+        raise UsageError(f"--gpu {text} has no unit", hint=f"write {text}GB or {text}GiB")
+    return gpu(text)
 
 
-def gpu(name: str, option: str = "--gpu") -> Device:
+def gpu(name: str) -> Device:
     """The device of this name in any spelling (``H100``, ``A100-80GB``). Raises UsageError for an unknown one."""
     key = "".join(c for c in name.lower().removeprefix("nvidia").removeprefix("amd") if c.isalnum())
     known = {n.replace("-", ""): n for n in GPUS} | {"a10080gb": "a100", "h10080gb": "h100", "v100": "v100-16gb"}
@@ -77,7 +77,7 @@ def gpu(name: str, option: str = "--gpu") -> Device:
         like = [n for n in known if key and n.endswith(key)] or difflib.get_close_matches(key, known, n=1)
         meant = f"did you mean {known[like[0]]}; " if like else ""
         raise UsageError(
-            f"{option} `{name}` is not a known GPU",
+            f"--gpu `{name}` is not a known GPU",
             hint=f"{meant}one of {', '.join(GPUS)}; or its memory, such as 80GB",
         )
     return GPUS[known[key]]

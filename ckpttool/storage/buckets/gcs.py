@@ -170,7 +170,7 @@ class GcsBucket(s3.S3Bucket):
         if status in (401, 403):
             return AccessError("Google Cloud refuses access", where=where, hint=self._denied())
         if status == 429:
-            hint = "the bucket gets too many requests: use fewer --connections, or try later"
+            hint = "the bucket gets too many requests: set CKPTTOOL_CONNECTIONS=4, or try later"
             return AccessError("Google Cloud answers 429", where=where, hint=hint)
         if self.writes and 400 <= status < 500:
             what = f"Google Cloud refuses a request ({code or status}): {text or code or status}"

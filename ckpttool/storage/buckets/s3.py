@@ -54,8 +54,8 @@ _HINTS = {
         ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), _REGION
     ),
     "InvalidObjectState": "the object is archived (Glacier): restore it first",
-    "RequestTimeout": "the network is slow: try again, with fewer --connections",
-    "SlowDown": "the bucket gets too many requests: use fewer --connections, or try later",
+    "RequestTimeout": "the network is slow: set CKPTTOOL_CONNECTIONS=4 and try again",
+    "SlowDown": "the bucket gets too many requests: set CKPTTOOL_CONNECTIONS=4, or try later",
 }
 _LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; --anonymous reads public buckets"
 

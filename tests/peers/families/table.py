@@ -91,7 +91,7 @@ tensor that is cut. A split head, a wrong axis or a missing partner changes the 
 _UNCOVERED = """\
 ## Without a family
 
-These are refused when they are cut (`--replicate` and `--split`, or [a family file](layouts/own-family.md),
+These are refused when they are cut (`--split`, or [a family file](layouts/own-family.md),
 help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
 
 | `model_type` | architecture | result |
