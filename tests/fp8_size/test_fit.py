@@ -101,9 +101,9 @@ def test_utilization_is_a_share_of_the_device(tmp_path: Path) -> None:
     needed = size_of(config, "--tp-out", 1)["ranks"]["groups"][0]["bytes"]
     # Nine tenths of it are one byte too few, and of one byte more than its ten ninths they are enough.
     just = -(-needed * 10 // 9)
-    assert size_of(config, "--device-mem", just)["fit"]["left"] == just * 9 // 10 - needed
-    assert size_of(config, "--device-mem", just - 1, code=3)["fits"] is False
-    assert size_of(config, "--device-mem", just, "--utilization", 0.85, code=3)["budget_bytes"] == just * 85 // 100
+    assert size_of(config, "--gpu", just)["fit"]["left"] == just * 9 // 10 - needed
+    assert size_of(config, "--gpu", just - 1, code=3)["fits"] is False
+    assert size_of(config, "--gpu", just, "--utilization", 0.85, code=3)["budget_bytes"] == just * 85 // 100
     for share in ("0", "1.01", "-0.5", "nan"):
         assert "is not a share" in refused(config, "--gpu", "h100", f"--utilization={share}")
     assert "--utilization has no effect without --gpu" in refused(config, "--utilization", 0.5)
