@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,33 @@ class Done(NamedTuple):
     err: str
 
 
-def ckpttool(*arguments: object, merged: bool = False) -> Done:
+class Terminal(io.StringIO):
+    """A stream that a person reads."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+_TAGS = {
+    "1;31": "red", "32": "green", "33": "yellow", "35": "magenta", "36": "cyan", "94": "blue", "1": "b", "2": "dim",
+}  # fmt: skip
+ESCAPE = re.compile(r"\x1b\[([0-9;]+)m")
+
+
+def tagged(text: str) -> str:
+    """The text with colours as ``<red>text</>``."""
+    return ESCAPE.sub(lambda m: "</>" if m[1] == "0" else f"<{_TAGS[m[1]]}>", text)
+
+
+def ckpttool(*arguments: object, merged: bool = False, terminal: bool = False) -> Done:
     """Run with these arguments. An exception that ``main`` does not turn into an exit code passes through.
 
-    ``merged``: ``out`` holds both streams, as they were written.
+    ``merged``: ``out`` holds both streams, as they were written. ``terminal``: the same on a terminal.
     """
-    out = io.StringIO()
+    out = Terminal() if terminal else io.StringIO()
+    merged = merged or terminal
     err = out if merged else io.StringIO()
     collecting = gc.isenabled()
     code = 0

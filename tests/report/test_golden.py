@@ -1,4 +1,5 @@
-"""What every command prints, byte for byte: ``golden/NAME.json`` for programs, ``golden/NAME.txt`` for people.
+"""What every command prints, byte for byte: ``golden/NAME.json`` for programs, ``golden/NAME.txt`` for people: in a
+pipe, and as screens of 80 and 120 columns, without colours and, where lines have them, with.
 
 After a change that is meant: ``UPDATE_GOLDEN=1 pytest tests/report/test_golden.py``, and read the diff.
 """
@@ -6,6 +7,7 @@ After a change that is meant: ``UPDATE_GOLDEN=1 pytest tests/report/test_golden.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from ckpttool.ops import doctor
+from ckpttool.report import bars
 from ckpttool.report.page import ReportPage
+from ckpttool.report.text import columns_of
 from ckpttool.version import __version__
-from tests.helpers.command import ckpttool
+from tests.helpers.command import ESCAPE, ckpttool, tagged
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -141,18 +145,21 @@ def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     health = doctor.MachineHealth(Path(), points, {"ckpttool": __version__})
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: health)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(bars, "PATIENCE_S", math.inf)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def run(words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+def run(
+    words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, terminal: bool = False
+) -> tuple[int, str, str]:
     """Run in a directory with nothing but fixtures/ and made/; what differs from run to run is ``*``."""
     folder.mkdir()
     (folder / "fixtures").symlink_to(ROOT / "fixtures")
     shutil.copytree(made, folder / "made")
     monkeypatch.chdir(folder)
-    done = ckpttool(*words.split())
+    done = ckpttool(*words.split(), terminal=terminal)
     return done.code, normal(done.out, folder), normal(done.err, folder)
 
 
@@ -190,14 +197,66 @@ def test_json(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     check(f"{name}.json", out)
 
 
+WIDTHS = (80, 120)
+_TAGS = {
+    "1;31": "red",
+    "32": "green",
+    "33": "yellow",
+    "35": "magenta",
+    "36": "cyan",
+    "94": "blue",
+    "1": "b",
+    "2": "dim",
+}
+ESCAPE = re.compile(r"\x1b\[([0-9;]+)m")
+
+
+def shown(words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    """What a terminal shows, with its escapes."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return run(words, made, folder, monkeypatch, terminal=True)[1]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_text(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(CASES[name], made, tmp_path / "pipe", monkeypatch)
-    monkeypatch.setattr("ckpttool.report.text.on_terminal", lambda: True)
-    _, drawn, said = run(CASES[name], made, tmp_path / "terminal", monkeypatch)
-    parts = {"pipe": out, "messages": err, "terminal": drawn, "messages of the terminal": "" if said == err else said}
+    assert "\x1b" not in out + err
+    coloured = [shown(CASES[name], made, tmp_path / str(n), monkeypatch, n) for n in WIDTHS]
+    narrow, wide = (ESCAPE.sub("", text) for text in coloured)
+    painted = [line for line in coloured[0].splitlines() if "\x1b" in line]
+    parts = {"pipe": out, "messages": err, "80 columns": narrow, "120 columns": "" if wide == narrow else wide}
+    parts["80 columns, lines with colours"] = "".join(f"{tagged(line)}\n" for line in painted)
     text = "\n".join(f"==== {title}\n{part}" for title, part in parts.items() if part)
     check(f"{name}.txt", f"ckpttool {CASES[name]}\nexit {code}\n{text}")
+    for columns, screen in ((80, narrow), (120, wide)):
+        assert too_wide(screen, columns) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_line_is_wider_than_a_narrow_terminal(
+    name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = shown(CASES[name], made, tmp_path / "60", monkeypatch, 60)
+    assert "\x1b" not in screen
+    assert too_wide(screen, 60) == []
+
+
+def too_wide(screen: str, columns: int) -> list[str]:
+    """Lines that are wider than a terminal, except what is copied as a whole: a command, a line of a file that is
+    printed, a path or a name that alone is longer than a line."""
+    if screen.startswith("# A draft from"):  # of a family file
+        return []
+    copied = re.compile(r" *(?:\$ |next: |hint: (?:-|pip |\w+=))")
+    lines = [line for line in screen.splitlines() if columns_of(line) > columns and not copied.match(line)]
+    return [line for line in lines if len(line.split()) > 1]
+
+
+@pytest.mark.parametrize("name", ["inspect", "inspect-check-broken", "merge-recipe-dry-run", "failure"])
+def test_colours_move_nothing(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = shown(CASES[name], made, tmp_path / "coloured", monkeypatch, 80)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured != shown(CASES[name], made, tmp_path / "plain", monkeypatch, 80) == ESCAPE.sub("", coloured)
 
 
 def test_report_of_a_merge(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pytest
 
 from ckpttool.core.dtypes import DTYPES
 from ckpttool.report.style import coloured, column_colours, dtype_colour, painted, styled
-from tests.helpers.command import ckpttool
+from tests.helpers.command import Terminal, ckpttool, tagged
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "llama_tp8"
-
-
-class Terminal(io.StringIO):
-    """A stream that a person reads."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +45,6 @@ def test_who_gets_colours(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (coloured(Terminal()), coloured(io.StringIO())) == (terminal, pipe)
-
-
-TAGS = {"1;31": "red", "32": "green", "33": "yellow", "36": "cyan", "35": "magenta", "94": "blue", "1": "b", "2": "dim"}
-
-
-def tagged(text: str) -> str:
-    """Colours as ``<red>text</>``."""
-    return re.sub("\x1b\\[([0-9;]+)m", lambda m: "</>" if m[1] == "0" else f"<{TAGS[m[1]]}>", text)
 
 
 @pytest.mark.parametrize(
