@@ -56,7 +56,7 @@ class UnknownNameError(UsageError, KeyError):
     """There is no such tensor; a KeyError, too, as of any mapping."""
 
 
-class OpenTensor(LogicalTensor):
+class CheckpointTensor(LogicalTensor):
     """A logical tensor that knows its checkpoint: in a notebook it shows its files and first elements."""
 
     __slots__ = ("source",)
@@ -219,7 +219,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if not isinstance(name, str):
             raise UsageError(f"a tensor has a name, {name!r} is none", hint=f"for example `{next(iter(self), '')}`")
         try:
-            return OpenTensor(self.catalog[self._key(name)], self)
+            return CheckpointTensor(self.catalog[self._key(name)], self)
         except KeyError:
             raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 

@@ -12,7 +12,7 @@ from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import PrintedAnswer, View, ViewAnswer
 from ckpttool.ops.inspect.views.check import CheckAnswer
-from ckpttool.ops.inspect.views.page import PageView, ReportContents
+from ckpttool.ops.inspect.views.page import PageView, ReportContents, RunContents
 from ckpttool.ops.inspect.views.ranks import LayoutDrawing, RanksAnswer
 from ckpttool.ops.inspect.views.show import Elements
 from ckpttool.ops.inspect.views.tree import TreeDrawing
@@ -58,6 +58,24 @@ def _show_survey(answer: ReportContents, *, as_json: bool, quiet: bool = False) 
     from ckpttool.report.survey import show_survey  # with the page, which few need
 
     return show_survey(answer, as_json=as_json, quiet=quiet)
+
+
+@show_answer.register
+def _show_run(answer: RunContents, *, as_json: bool, quiet: bool = False) -> int:
+    from ckpttool.report.page import render
+    from ckpttool.report.run_page import document
+    from ckpttool.report.survey import printed, save_page
+
+    made = document(answer)
+    size = save_page(answer.view, render(made))
+    if as_json:
+        text.dump(printed(made))
+    elif not quiet:
+        text.notes(answer.notes)
+        read = f", {len(answer.history.steps):,} read" if answer.history else ""
+        found = count(len(answer.run.rows), "checkpoint")
+        text.write(f"{plain(str(answer.view.html))}: {short(size)}, {found}{read}\n")
+    return 0
 
 
 @show_answer.register

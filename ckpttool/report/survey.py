@@ -19,8 +19,10 @@ from ckpttool.errors import CkptError, OutputError, UsageError, plain
 from ckpttool.kernels.stats import Stats
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.inspect.drift import Drift
+from ckpttool.ops.inspect.history import Pairs
 from ckpttool.ops.inspect.identity import identify, large
 from ckpttool.ops.inspect.listing import TensorListing, mesh_text, relative, sharding_of
+from ckpttool.ops.inspect.values import Values
 from ckpttool.ops.inspect.views.page import PageView, ReportContents
 from ckpttool.report import text
 from ckpttool.report.files import refuse_others, save
@@ -47,10 +49,11 @@ FIRST = 10
 """Changes above the fold."""
 OUTLIER = 8.0
 """Largest absolute value by standard deviation, from which outliers are drawn."""
+OVERLAID = "One tensor in both checkpoints, those that changed most first. The areas of both histograms are equal."
 SHOWN = 500
 """Most rows of a table of changes; the table of tensors has all."""
 
-Values = list[float | None]
+Known = list[float | None]
 
 
 def check_page(view: PageView) -> None:
@@ -80,7 +83,7 @@ def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -
         text.notes(survey.notes)
     said = write_findings(survey.check, parsed(survey.view.findings))
     if as_json:
-        text.dump(_printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
+        text.dump(printed(made), entries=len(survey.listing.rows) if survey.listing else 0)
     elif not quiet:
         line = f"{plain(str(survey.view.html))}: {short(size)}, {_what(survey)}"
         if said:
@@ -130,14 +133,14 @@ def _compared(diff: DiffResult) -> str:
     return f"{diff.changed:,} of {count(diff.compared, 'tensor')} changed" + "".join(alone)
 
 
-def _printed(value: Any) -> Any:
+def printed(value: Any) -> Any:
     """As JSON has it: numbers that are not finite as texts, as in every view."""
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {k: _printed(v) for k, v in value.items()}
+        return {k: printed(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_printed(v) for v in value]
+        return [printed(v) for v in value]
     return value
 
 
@@ -156,6 +159,8 @@ def document(survey: ReportContents) -> ReportPage:
     if survey.layout is not None:
         pictures = [f._asdict() for f in figures(survey.layout)]
         sections.append(section("figures", "ranks", "Layout over ranks", figures=pictures))
+    if survey.pairs:
+        sections.append(section("histograms", "histograms", "Histograms of both", OVERLAID))
     if survey.values:
         sections += _by_layer(survey)
     if not survey.check.findings:
@@ -274,8 +279,32 @@ def _tensors(survey: ReportContents, listing: TensorListing) -> PageTensors:
     if any(r.component != "model" for r in rows):
         out["parameters"] = [r.parameter for r in rows]
     if survey.values:
-        out["histograms"] = [v.histogram.counts if v.histogram is not None else None for v in survey.values]
+        out["histograms"] = [counts_of(v) for v in survey.values]
+    if survey.pairs and survey.diff is not None:
+        other = resolved(survey.diff.right.path).name or str(survey.diff.right.path)
+        add_pairs(out, survey.pairs, (resolved(survey.path).name, other))
     return out
+
+
+def counts_of(values: Values | None) -> Sequence[int] | None:
+    """The bins of a tensor's histogram."""
+    return values.histogram.counts if values is not None and values.histogram is not None else None
+
+
+def add_pairs(tensors: PageTensors, pairs: Pairs, sides: tuple[str, str]) -> None:
+    """Histograms of both checkpoints, which have these names, with the columns that say where they begin and end."""
+    found = [pairs.get(name, (None, None)) for name in tensors["names"]]
+    columns = list(tensors["columns"])
+    ends = [("other_min", f"Min of {sides[1]}", 1, "minimum"), ("other_max", f"Max of {sides[1]}", 1, "maximum")]
+    if "histograms" not in tensors:
+        ends += [("min", "Min", 0, "minimum"), ("max", "Max", 0, "maximum")]
+        tensors["histograms"] = [counts_of(one) for one, _ in found]
+    for id_, title, side, attribute in ends:
+        stats = [None if (v := pair[side]) is None else v.stats for pair in found]
+        values = [None if s is None else getattr(s, attribute) for s in stats]
+        columns.append(_hidden(id_, title, "number", values))
+    tensors["columns"] = columns
+    tensors["others"] = {"names": sides, "counts": [counts_of(other) for _, other in found]}
 
 
 def _hidden(name: str, title: str, kind: Any, values: Sequence[Any]) -> Column:
@@ -309,8 +338,8 @@ def _apart(diff: DiffResult, listing: TensorListing) -> list[Column]:
     """How far each tensor is from OTHER's: 0 for equal ones, None where it is not known."""
     changed = {d.name: d for d in diff.elements}
     alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
-    far: Values = []
-    angle: Values = []
+    far: Known = []
+    angle: Known = []
     for row in listing.rows:
         found = changed.get(row.name)
         if found is not None:
@@ -350,7 +379,7 @@ def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
     x = [layers.labels[i].removeprefix("layer ") for i in inside]
 
     def chart(
-        id_: str, title: str, y: str, said: str, lines: list[tuple[str, Values]], *, log: bool = False
+        id_: str, title: str, y: str, said: str, lines: list[tuple[str, Known]], *, log: bool = False
     ) -> PageSection:
         series: list[Series] = [{"name": name, "values": values} for name, values in lines]
         return line_chart(id_, title + of, said, x, ("layer", y), series, log=log)
@@ -392,7 +421,7 @@ def _by_layer(survey: ReportContents) -> Iterator[PageSection]:
         )
 
 
-def _at(values: Values, places: Sequence[int]) -> Values:
+def _at(values: Known, places: Sequence[int]) -> Known:
     return [values[i] for i in places]
 
 
@@ -406,7 +435,7 @@ def _largest_modules(layers: Layers, inside: Sequence[int], sizes: Sequence[int]
     return sorted(sorted(several, key=lambda c: (-sum(held[c]), c))[:SERIES])
 
 
-def _outliers(layers: Layers, inside: Sequence[int], found: Values, of: str) -> PageSection:
+def _outliers(layers: Layers, inside: Sequence[int], found: Known, of: str) -> PageSection:
     """A map where there are outliers, else a sentence."""
     title = f"Outliers by layer and module{of}"
     said = (

@@ -341,7 +341,7 @@ def test_a_checkpoint_that_goes_meanwhile_is_left_out(tmp_path: Path) -> None:
     assert answer["notes"] == [f"step-{n} disappeared while the checkpoints were listed" for n in (1, 2)]
 
 
-@pytest.mark.parametrize("options", [("--filter", "x"), ("--only", "model"), ("--list",), ("--html", "r.html")])
+@pytest.mark.parametrize("options", [("--filter", "x"), ("--only", "model"), ("--list",)])
 def test_what_a_list_of_checkpoints_does_not_go_with(options: tuple[str, ...], tmp_path: Path) -> None:
     save(tmp_path, "step-1")
     done = ckpttool("inspect", tmp_path, "--checkpoints", *options)

@@ -17,6 +17,7 @@ import numpy as np
 from ckpttool.checkpoint import refuse_empty
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor
 from ckpttool.core.dtypes import itemsize, lookup
+from ckpttool.core.files import source_files
 from ckpttool.core.geometry import Box
 from ckpttool.core.patterns import nearest_hint
 from ckpttool.errors import UnsupportedError, UsageError
@@ -107,14 +108,20 @@ def measure(
 
     Raises LayoutError when ranks' tensors cannot be put together.
     """
-    catalog = listing.checkpoint().catalog
+    return measure_rows(listing.checkpoint().catalog, listing.rows, wanted, progress, fleet)
+
+
+def measure_rows(
+    catalog: Catalog, rows: Sequence[TensorRow], wanted: WantedValues, progress: Progress, fleet: Fleet | None = None
+) -> list[Values]:
+    """The same for some tensors of a catalog."""
     named = {str(key): t for key, t in catalog.tensors.items()}
-    tensors = [named[row.name] for row in listing.rows]
-    progress.start(sum(row.nbytes for row in listing.rows), len(listing.files))
+    tensors = [named[row.name] for row in rows]
+    progress.start(sum(row.nbytes for row in rows), len(source_files(catalog.files)))
     out = []
     work = _ValuesWork(SentFiles(catalog.files), wanted)
     found = each(work, tensors, lambda t: t.nbytes, fleet)
-    for row, values in zip(listing.rows, found, strict=True):
+    for row, values in zip(rows, found, strict=True):
         out.append(Values(row, *values))
         progress.advance(row.nbytes)
     progress.finish()

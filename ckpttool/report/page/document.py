@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 
 SCHEMA = "ckpttool.report/1"
 
-FLAT = 0.05
+FLAT = 0.03
 """Values that differ by less than this share of the largest are not drawn but written."""
 
 Number = int | float | None
@@ -56,6 +56,15 @@ class PageTensors(TypedDict):
     """Counts of finite elements in bins of equal width between the columns `min` and `max`; the same number of bins for
     all, None or () for a tensor without. The page keeps their heights in steps of 1/15 of the
     highest, or of 1/7 when there are more than 20,000 tensors."""
+    others: NotRequired[OtherHistograms]
+
+
+class OtherHistograms(TypedDict):
+    """Histograms of the same tensors in another checkpoint, between the columns `other_min` and `other_max`."""
+
+    names: Sequence[str]
+    """What this checkpoint and the other one are called."""
+    counts: Sequence[Sequence[int] | None]
 
 
 class _PageSection(TypedDict):
@@ -87,6 +96,13 @@ class Picture(TypedDict):
     svg: str
     """An SVG document of shapes and text with presentation attributes: neither `style` nor `<style>`, scripts, links,
     images or foreign objects, which `render` refuses. Colours are `var(--ck-NAME, #fallback)`; see page.css."""
+
+
+class HistogramsSection(_PageSection):
+    """Histograms of one tensor in both checkpoints, laid over each other, with a choice of tensors. Needs `tensors`
+    with `others`."""
+
+    kind: Literal["histograms"]
 
 
 class Figures(_PageSection):
@@ -190,7 +206,16 @@ class PageFindings(_PageSection):
 
 
 PageSection = (
-    Treemap | TensorsSection | Figures | LineChart | Heatmap | BarChart | TextSection | PageTable | PageFindings
+    Treemap
+    | TensorsSection
+    | HistogramsSection
+    | Figures
+    | LineChart
+    | Heatmap
+    | BarChart
+    | TextSection
+    | PageTable
+    | PageFindings
 )
 
 

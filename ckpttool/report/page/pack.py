@@ -21,7 +21,7 @@ from ckpttool.core.tensor_names import SLOT, locate, templates
 from ckpttool.errors import plain
 
 if TYPE_CHECKING:
-    from ckpttool.report.page.document import Column, PageTensors
+    from ckpttool.report.page.document import Column, OtherHistograms, PageTensors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -80,6 +80,7 @@ def pack(tensors: PageTensors, pool: Pool) -> dict[str, Any]:
         **_names(names, tensors.get("parameters", names), pool),
         "columns": [_column(column, len(names), digits, pool) for column in tensors["columns"]],
         "histograms": _histograms(tensors.get("histograms"), levels, pool),
+        "others": _others(tensors.get("others"), levels, pool),
     }
 
 
@@ -146,6 +147,11 @@ def _decimal(values: Sequence[float | None], digits: int, pool: Pool) -> dict[st
         "m": pool.whole(np.asarray([(m << 1) ^ (m >> 63) for m in mantissas], np.int64)),
         "e": pool.whole(_array(exponents)),
     }
+
+
+def _others(others: OtherHistograms | None, levels: int, pool: Pool) -> dict[str, Any] | None:
+    packed = _histograms(others["counts"], levels, pool) if others is not None else None
+    return packed and others and {**packed, "names": [plain(name) for name in others["names"]]}
 
 
 def _histograms(counts: Sequence[Sequence[int] | None] | None, levels: int, pool: Pool) -> dict[str, Any] | None:

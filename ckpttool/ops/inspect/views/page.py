@@ -16,20 +16,23 @@ from ckpttool.core.words import count, ranges
 from ckpttool.errors import AccessError, CkptError, UsageError
 from ckpttool.ops.inspect.views.base import InspectedSource, ViewAnswer, value
 from ckpttool.ops.inspect.views.diff import ComparingView, DiffAnswer
+from ckpttool.ops.inspect.views.tree import is_run
 
 if TYPE_CHECKING:
     from ckpttool.answers.findings import CheckResult
     from ckpttool.core.catalog import LogicalTensor
     from ckpttool.core.files import DataFile, Place
     from ckpttool.ops.inspect.diff import DiffResult
+    from ckpttool.ops.inspect.history import Pairs, RunHistory
     from ckpttool.ops.inspect.holdings import Layout
     from ckpttool.ops.inspect.listing import Holders, TensorListing
+    from ckpttool.ops.inspect.runs import RunListing
     from ckpttool.ops.inspect.values import Values
 
 T = TypeVar("T")
 
 
-class PageView(ComparingView["ReportContents"]):
+class PageView(ComparingView["ReportContents | RunContents"]):
     """What headers show, and the parts that read elements as far as they are asked for."""
 
     name = "report"
@@ -39,6 +42,8 @@ class PageView(ComparingView["ReportContents"]):
     stats: bool = False
     histogram: bool = False
     values: bool = False
+    checkpoints: bool = False
+    """SRC is a run, even if it can be read as one checkpoint."""
     check: bool = False
     """Checksums of a manifest, too; the check of headers is always part of a report."""
     findings: tuple[str, ...] = ()
@@ -57,9 +62,36 @@ class PageView(ComparingView["ReportContents"]):
     def slow(self) -> bool:
         return self.measures or self.check or self.diff is not None
 
-    def look(self, at: InspectedSource) -> ReportContents:
-        """What is known of SRC. Raises UsageError and AccessError as the parts do; other errors are in the answer,
-        unless they leave nothing to show.
+    def look(self, at: InspectedSource) -> ReportContents | RunContents:
+        """What is known of SRC, a checkpoint or a run. Raises UsageError and AccessError as the parts do."""
+        if self.checkpoints:
+            return self._of_run(at)
+        try:
+            listing = at.tensors(replace(self.choice, sort="name"), stored_too=True)
+        except CkptError as e:
+            if self.diff is None and is_run(e, at.src):
+                return self._of_run(at)
+            if isinstance(e, UsageError | AccessError):
+                raise
+            return self._of_checkpoint(at, None, [e])
+        return self._of_checkpoint(at, listing, [])
+
+    def _of_run(self, at: InspectedSource) -> RunContents:
+        from ckpttool.ops.inspect.history import read_history
+        from ckpttool.ops.inspect.runs import list_run
+
+        if self.check:
+            raise UsageError("--check is about one checkpoint, and SRC is a run", where=str(at.src), hint="name one")
+        out = RunContents(self, list_run(at.src, at.options))
+        if self.measures:
+            out.history = read_history(out.run, at.options, self.choice, at.progress, at.fleet)
+        return out
+
+    def _of_checkpoint(
+        self, at: InspectedSource, listing: TensorListing | None, failures: list[CkptError]
+    ) -> ReportContents:
+        """Raises UsageError and AccessError as the parts do; other errors are in the answer, unless they leave nothing
+        to show.
         """
         from ckpttool.ops.inspect.check import check
         from ckpttool.ops.inspect.holdings import layout_of
@@ -68,8 +100,7 @@ class PageView(ComparingView["ReportContents"]):
 
         only, values = tuple(self.choice.components), self.checks_elements
         found = check(at.src, at.options, at.progress, values=values, only=only, fleet=at.fleet, sums=self.check)
-        out = ReportContents(self, parse_place(at.src), found, [])
-        out.listing = listing = out.tried(lambda: at.tensors(replace(self.choice, sort="name"), stored_too=True))
+        out = ReportContents(self, parse_place(at.src), found, failures, listing)
         if listing is None:
             if found.ok or not found.checked.get("file"):
                 raise out.failures[0]
@@ -83,7 +114,11 @@ class PageView(ComparingView["ReportContents"]):
             wanted = WantedValues(stats=True, histogram=True)
             out.values = tuple(out.tried(lambda: measure(listing, wanted, at.progress, at.fleet)) or ())
         if self.diff is not None:
-            out.diff = out.tried(lambda: self.compared(at))
+            from ckpttool.ops.inspect.history import changed_pairs
+
+            out.diff = compared = out.tried(lambda: self.compared(at))
+            if compared is not None and compared.elements:
+                out.pairs = out.tried(lambda: changed_pairs(compared, at.progress, at.fleet))
         return out
 
 
@@ -104,6 +139,8 @@ class ReportContents(ViewAnswer):
     values: tuple[Values, ...] = ()
     """Statistics and histogram of each tensor of the listing; () where they were not asked for."""
     diff: DiffResult | None = None
+    pairs: Pairs | None = None
+    """Histograms of SRC and of the other checkpoint, of the tensors that changed most."""
 
     @property
     def ok(self) -> bool:
@@ -137,6 +174,20 @@ class ReportContents(ViewAnswer):
         except CkptError as e:
             self.failures.append(e)
             return None
+
+
+class RunContents(ViewAnswer):
+    """What a page shows of a run."""
+
+    name = "run"
+    view: PageView
+    run: RunListing
+    history: RunHistory | None = None
+    """What was read of its checkpoints; None where it was not asked for."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return [*self.run.notes, *(self.history.notes if self.history else ())]
 
 
 def _ranks_of_rows(listing: TensorListing, holders: Holders) -> tuple[str, ...]:

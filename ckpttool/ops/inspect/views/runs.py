@@ -21,6 +21,10 @@ class RunView(View["RunAnswer"]):
     name = "checkpoints"
     checkpoints: bool = flag("--checkpoints", "List the checkpoints of a run: step, size, format, complete or not.")
 
+    @property
+    def outside_report(self) -> str:
+        return ""
+
     def refuse_filters(self) -> None:
         if self.choice.components or narrows(self.choice):
             raise UsageError("--checkpoints does not take filters")

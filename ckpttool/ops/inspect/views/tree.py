@@ -38,7 +38,6 @@ class TreeView(View["TreeAnswer | RunAnswer"]):
             raise UsageError(f"--depth belongs to the tree, not to {asked[0].label}")
 
     def look(self, at: InspectedSource) -> TreeAnswer | RunAnswer:
-        from ckpttool.formats.runs import RunError
         from ckpttool.ops.inspect.code import code_note
         from ckpttool.storage.listing import list_source
         from ckpttool.storage.place import parse_place
@@ -47,7 +46,7 @@ class TreeView(View["TreeAnswer | RunAnswer"]):
             listing = at.tensors(replace(self.choice, sort=""), stored_too=True)  # the tree has an order of its own
         except CkptError as e:
             plain = self.depth is None and not narrows(self.choice) and not self.choice.components
-            if not plain or not (isinstance(e, RunError) or _holds_saves(at.src)):
+            if not plain or not is_run(e, at.src):
                 raise
             from ckpttool.ops.inspect.views.runs import RunAnswer
 
@@ -58,6 +57,13 @@ class TreeView(View["TreeAnswer | RunAnswer"]):
         note = code_note(list_source(parse_place(at.src)), read)
         listing.notes = [*listing.notes, note] if note else listing.notes
         return TreeAnswer(listing, self.depth)
+
+
+def is_run(failure: CkptError, src: AnyPlace) -> bool:
+    """Whether SRC cannot be opened because it is a directory of several checkpoints."""
+    from ckpttool.formats.runs import RunError
+
+    return isinstance(failure, RunError) or _holds_saves(src)
 
 
 def _holds_saves(src: AnyPlace) -> bool:

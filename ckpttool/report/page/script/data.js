@@ -141,6 +141,7 @@ class Tensors {
     this.columns = packed.columns.map((column) => new ColumnOfTensors(column, pool, digits));
     this.column = new Map(this.columns.map((column) => [column.id, column]));
     this.packedHistograms = packed.histograms && { ...packed.histograms, pool };
+    this.packedOthers = packed.others && { ...packed.others, pool };
     this.name();
   }
 
@@ -176,11 +177,17 @@ class Tensors {
     return Number.isNaN(sizes) || sizes === undefined ? 0 : sizes;
   }
 
-  histogram(i) {
-    const packed = this.packedHistograms;
+  // The heights of the bins of a tensor and their ends; null where it has none.
+  histogram(i, packed = this.packedHistograms, ends = ["min", "max"]) {
     if (!packed) return null;
     const heights = packed.pool.subarray(packed.at + i * packed.bins, packed.at + (i + 1) * packed.bins);
-    return heights.some(Boolean) ? heights : null;
+    const [low, high] = ends.map((id) => this.column.get(id)?.keys[i] ?? NaN);
+    return heights.some(Boolean) ? { heights, low, high, levels: packed.levels } : null;
+  }
+
+  // The same of the other checkpoint.
+  other(i) {
+    return this.histogram(i, this.packedOthers, ["other_min", "other_max"]);
   }
 
   // Natural order: numbers as numbers, texts between them as texts.

@@ -2,6 +2,7 @@
 const SECTIONS = {
   treemap: drawTreemap,
   tensors: drawTensors,
+  histograms: drawHistograms,
   figures: drawFigures,
   lines: drawLines,
   heatmap: drawHeatmap,

@@ -546,19 +546,46 @@ function detailsOf(tensors) {
 function tensorDetails(tensors, i) {
   const pairs = tensors.columns.filter((c) => c.value(i) !== null).map((c) => el("div", { title: c.help }, el("dt", null, c.title), el("dd", { class: c.kind }, c.text(i))));
   const histogram = tensors.histogram(i);
-  return [histogram && histogramOf(tensors, i, histogram), el("dl", { class: "facts of-tensor" }, pairs)].filter(Boolean);
+  return [histogram && histogramOf(tensors, histogram, tensors.other(i)), el("dl", { class: "facts of-tensor" }, pairs)].filter(Boolean);
 }
 
-function histogramOf(tensors, i, heights) {
-  const [low, high] = ["min", "max"].map((id) => tensors.column.get(id)?.keys[i] ?? NaN);
-  const { bins, levels } = tensors.packedHistograms;
+// One histogram as bars, a second one as a line over them: the areas of both are equal.
+function histogramOf(tensors, one, two) {
+  const both = two ? [one, two] : [one];
+  const low = Math.min(...both.map((h) => h.low));
+  const high = Math.max(...both.map((h) => h.high));
   const [width, height] = [520, 120];
-  const wide = width / bins;
-  const bars = [...heights].map((n, at) => draw("rect", { x: at * wide + 1, width: wide - 2, y: height - (n / levels) * height, height: (n / levels) * height, class: "histogram-bar" }));
-  const peak = heights.indexOf(levels);
-  const edge = (at) => low + ((high - low) * at) / bins;
-  const words = low === high ? `All finite elements are ${numberText(low)}` : `Histogram from ${numberText(low)} to ${numberText(high)}; the fullest bin is from ${numberText(edge(peak))} to ${numberText(edge(peak + 1))}`;
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words, preserveAspectRatio: "none" }, bars, draw("line", { x1: 0, x2: width, y1: height, y2: height, class: "grid" }));
+  const span = high - low || 1;
+  const steps = both.map(({ heights, low: from, high: to }) => {
+    const wide = (to - from) / heights.length || span;
+    const sum = heights.reduce((a, b) => a + b, 0);
+    return [...heights].map((n, at) => ({ from: from + wide * at, to: from + wide * (at + 1), dense: n / (sum * wide) }));
+  });
+  const most = Math.max(...steps.flat().map((s) => s.dense));
+  const toX = (v) => ((v - low) / span) * width;
+  const toY = (dense) => height - (dense / most) * (height - 2);
+  const bars = steps[0].map((s) => draw("rect", { x: toX(s.from) + 1, width: Math.max(1, toX(s.to) - toX(s.from) - 2), y: toY(s.dense), height: height - toY(s.dense), class: "histogram-bar" }));
+  const line = two ? draw("path", { d: `M${toX(two.low)} ${height}${steps[1].map((s) => `V${toY(s.dense).toFixed(1)}H${toX(s.to).toFixed(1)}`).join("")}V${height}`, class: "series series-1 whole" }) : null;
+  const peak = steps[0].reduce((a, b) => (b.dense > a.dense ? b : a));
+  const names = tensors.packedOthers?.names;
+  const range = (h) => (h.low === h.high ? `all elements are ${numberText(h.low)}` : `${numberText(h.low)} to ${numberText(h.high)}`);
+  const words = two ? `Bars: ${names[0]}, ${range(one)}. Line: ${names[1]}, ${range(two)}` : one.low === one.high ? `All finite elements are ${numberText(low)}` : `Histogram from ${numberText(low)} to ${numberText(high)}; the fullest bin is from ${numberText(peak.from)} to ${numberText(peak.to)}`;
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words, preserveAspectRatio: "none" }, bars, line, draw("line", { x1: 0, x2: width, y1: height, y2: height, class: "grid" }));
   const ends = el("div", { class: "ends" }, el("span", null, numberText(low)), el("span", null, numberText(high)));
-  return el("figure", { class: "histogram" }, svg, ends, el("figcaption", null, `${words}. Heights are in ${levels} steps of the fullest bin.`));
+  return el("figure", { class: "histogram" }, svg, ends, el("figcaption", null, `${words}. Heights are in ${one.levels} steps of the fullest bin.`));
+}
+
+// Both histograms of a tensor that is chosen, those that changed most first.
+function drawHistograms(section, report) {
+  const { tensors } = report;
+  const change = tensors.column.get("relative")?.keys ?? [];
+  const known = (i) => (Number.isNaN(change[i]) ? Infinity : change[i]); // what is not a number comes first
+  const found = Array.from({ length: tensors.count }, (_, i) => i).filter((i) => tensors.histogram(i) && tensors.other(i)).sort((a, b) => known(b) - known(a) || a - b);
+  if (!found.length) return [el("p", { class: "empty" }, "No tensor has histograms of both.")];
+  const place = el("div");
+  const id = unique("choose");
+  const select = el("select", { id, onchange: () => put(Number(select.value)) }, found.map((i) => el("option", { value: i }, tensors.names[i])));
+  const put = (i) => place.replaceChildren(histogramOf(tensors, tensors.histogram(i), tensors.other(i)));
+  put(found[0]);
+  return [el("p", { class: "select" }, el("label", { for: id }, "Tensor "), select), place];
 }
