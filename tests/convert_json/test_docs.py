@@ -1,4 +1,4 @@
-"""docs/convert-json/findings.md lists every finding, and every finding is raised by some test."""
+"""docs/findings.md lists every finding, and every finding is raised by some test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.convert_json.accepted import recorded
 from tests.convert_json.programs import Parameter, parameter, program, records, usual, write
 from tests.docs.runner import ROOT
 
-PAGES = ROOT / "docs" / "convert-json"
+PAGES = ROOT / "docs"
 PROGRAMS = ROOT / "fixtures" / "paddle_programs"
 
 TABLES = {id_ for id_, _ in test_pir.WRONG.values()} | {id_ for id_, _ in test_params.WRONG.values()}
@@ -66,8 +66,8 @@ def test_what_paddle_does_was_measured() -> None:
 
 def test_patched_operators_are_listed() -> None:
     """The section names each operator under the number of its patch."""
-    page = (PAGES / "check.md").read_text(encoding="utf-8")
-    section = page.split("\n## Versions\n")[1].split("\n## ")[0]
+    page = (PAGES / "convert-json.md").read_text(encoding="utf-8")
+    section = page.split("\n### Versions\n")[1].split("\n### ")[0]
     lines = re.findall(r"^\| [^|]+ \| (\d) \| (.*) \|$", section, re.MULTILINE)
     found = {int(number): set(re.findall(r"`(\w+)`", operators)) for number, operators in lines}
     assert found == {n: {op.partition(".")[2] for op in ops} for n, ops in PATCHES.items()}
