@@ -1,10 +1,10 @@
-"""Record terminal sessions as animated SVG for README.md and docs/: python scripts/make_recordings.py
+"""Record terminal sessions as SVG for README.md and docs/: python scripts/make_recordings.py
 
     terminal-NAME.svg in docs/images/    one for each of SESSIONS
 
-The commands run in a pseudoterminal, so what is shown is what a person sees, colours included. A picture types each
-command and shows what it prints. It needs no script, follows the reader's light or dark mode, and stands still,
-complete, for who prefers reduced motion. tests/docs/test_recordings.py fails when a command prints something else now.
+The commands run in a pseudoterminal, so what is shown is what a person sees, colours included. A picture has the
+commands with what they print, needs no script, and follows the reader's light or dark mode.
+tests/docs/test_recordings.py fails when a command prints something else now.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ LOOKS = {
 """Of SGR's colours, those that ckpttool writes."""
 BAR = "\u2501"
 """In a line of progress, which only a run that takes longer shows."""
-LETTER_S, PAUSE_S = 0.02, 0.35
 _CONTROL = re.compile(r"\x1b\[(?P<numbers>[0-9;]*)(?P<kind>[mKA])|\x1b\[\?25[lh]|(?P<letter>[^\x00-\x1f\x7f])|.|\n")
 TIMES = re.compile(r"; planned in [\d.]+ s, written in [\d.]+ s(?: at [\d.]+ \w+/s)?(?:, verified in [\d.]+ s)?")
 """What only runs of more than a second say."""
@@ -191,36 +190,23 @@ def _tspans(line: Sequence[Span]) -> str:
 def picture(session: Sequence[tuple[str, list[list[Span]]]]) -> str:
     """The session as an SVG document."""
     parts: list[str] = []
-    clips: list[str] = []
-    y, now, width = EDGE + SIZE, 0.2, round(COLUMNS * ADVANCE + 2 * EDGE)
+    y, width = EDGE + SIZE, round(COLUMNS * ADVANCE + 2 * EDGE)
     for command, output in session:
         for line in typed(command):
-            took = len(line) * LETTER_S
-            name = f"t{len(clips)}"
-            style = f"animation:type {took:.2f}s steps({len(line)}) {now:.2f}s both"
-            right = round(len(line) * ADVANCE + EDGE)
-            box = f'x="{EDGE}" y="{y - SIZE - 2}" width="{right}" height="{LINE}"'
-            clips.append(f'<clipPath id="{name}"><rect {box} style="{style}"/></clipPath>')
             prompt, rest = (line[:1], line[1:]) if line.startswith("$") else ("", line)
             head = f'<tspan class="f">{prompt}</tspan>' if prompt else ""
-            said = f'<tspan class="b">{head}{escape(rest)}</tspan>'
-            parts.append(f'<text x="{EDGE}" y="{y}" clip-path="url(#{name})">{said}</text>')
+            parts.append(f'<text x="{EDGE}" y="{y}"><tspan class="b">{head}{escape(rest)}</tspan></text>')
             y += LINE
-            now += took
-        now += PAUSE_S
-        lines = []
         for shown in output:
             if shown:
-                lines.append(f'<text x="{EDGE}" y="{y}">{_tspans(shown)}</text>')
+                parts.append(f'<text x="{EDGE}" y="{y}">{_tspans(shown)}</text>')
             y += LINE
-        parts.append(f'<g class="o" style="animation-delay:{now:.2f}s">\n' + "\n".join(lines) + "\n</g>")
-        now += PAUSE_S
         y += LINE // 2
     height = y - LINE + EDGE
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         f' role="img">\n<title>{escape("; ".join(command for command, _ in session))}</title>\n'
-        f"<style>{_style()}</style>\n<defs>{''.join(clips)}</defs>\n"
+        f"<style>{_style()}</style>\n"
         f'<rect class="ground" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="6"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
@@ -237,10 +223,6 @@ def _style() -> str:
     return (
         f"text{{font:{SIZE}px {font};white-space:pre}}.b{{font-weight:bold}}{of(LOOKS['light'])}"
         f"@media(prefers-color-scheme:dark){{{of(LOOKS['dark'])}}}"
-        "clipPath rect{transform-box:fill-box;transform-origin:left}"
-        "@keyframes type{from{transform:scaleX(0)}}@keyframes show{from{visibility:hidden}}"
-        ".o{animation:show 1ms both}"
-        "@media(prefers-reduced-motion:reduce){*{animation:none!important}}@media print{*{animation:none!important}}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -39,9 +38,7 @@ def test_a_recording_shows_what_is_printed_now(name: str) -> None:
     for e in root.iter(f"{NS}text"):
         assert float(e.get("x", 0)) + len("".join(e.itertext())) * ADVANCE <= width - EDGE / 2
     assert "<script" not in content
-    ends = [float(s) for s in re.findall(r"animation-delay:([0-9.]+)s", content)]
-    assert ends[-1] < 5, "what moves for longer needs a button that stops it"
-    assert "prefers-reduced-motion:reduce){*{animation:none" in content
+    assert "animation" not in content, "a picture is complete at once"
 
 
 def test_colours_can_be_read() -> None:
