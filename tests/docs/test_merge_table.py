@@ -66,7 +66,7 @@ def parameters_table() -> list[str]:
     rows = ["| parameter | type | meaning |", f"|{' --- |' * 3}"]
     for name, meanings in sorted(found.items()):
         kind = ", ".join(dict.fromkeys(kind for kind, _ in meanings))
-        texts = []
+        texts: list[str] = []
         for (_, text), where in sorted(meanings.items(), key=lambda item: -len(item[1])):
             texts.append((f"in {', '.join(where)}: " if texts else "") + text.replace("|", "\\|"))
         rows.append(f"| `{name}` | {kind} | {'; '.join(texts)} |")
