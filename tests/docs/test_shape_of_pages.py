@@ -76,6 +76,12 @@ def test_pages_begin_and_end_alike(page: str) -> None:
     assert problems(text_of(page)) == []
 
 
+def test_the_readme_is_one_screen() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    assert len(text.splitlines()) <= 90
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in pages()} - {ROOT, DOCS}), ids=lambda path: path.name)
 def test_an_entry_links_all_pages_of_its_folder(folder: Path) -> None:
     assert unlinked(folder) == set()
