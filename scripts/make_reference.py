@@ -210,18 +210,26 @@ def formats() -> str:
     return "\n".join(rows)
 
 
-def explained(page: str) -> str:
-    """The texts of `ckpttool explain` that a page has, as its sections."""
+def explained(page: str, *, examples: bool = True) -> str:
+    """The texts of `ckpttool explain` that a page has, as its sections; without their examples where it has none."""
     from ckpttool.report.explained import PAGES
     from ckpttool.report.explained import page as text_of
 
     texts = [text_of(name).partition("\n**Next:**")[0] for name, where in PAGES.items() if where == page]
+    if not examples:
+        texts = [without_examples(text) for text in texts]
     return "\n\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE).strip() for text in texts)
+
+
+def without_examples(text: str) -> str:
+    """A text without its fenced blocks, the colons in front of them, and headings that nothing is left under."""
+    prose = re.sub(r":?\n\n```.*?\n```", lambda m: "." if m[0].startswith(":") else "", text, flags=re.DOTALL)
+    return re.sub(r"^## .*\n+(?=##|\Z)", "", prose, flags=re.MULTILINE)
 
 
 TABLES = {
     "formats": ("docs/formats.md", formats),
-    "errors": ("docs/errors.md", lambda: explained("docs/errors.md")),
+    "errors": ("docs/errors.md", lambda: explained("docs/errors.md", examples=False)),
     "all findings": ("docs/findings.md", lambda: explained("docs/findings.md")),
     "commands": ("docs/reference.md", commands),
     "families": ("docs/layouts/families.md", families),
