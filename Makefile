@@ -1,8 +1,10 @@
-# Needs Python 3.11 or newer and a package index; everything it installs goes into .venv, and Paddle, which needs other
-# versions of nearly everything, into .venv-paddle.
+# Needs Python 3.11 or newer and a package index; everything it installs goes into .venv, the plain install of the demo into
+# .venv-demo, and Paddle, which needs other versions of nearly everything, into .venv-paddle.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_VENV := .venv-demo
+DEMO := $(DEMO_VENV)/.installed
 DEV := $(VENV)/.dev-installed
 PEERS := $(VENV)/.peers-installed
 CLUSTER := $(VENV)/.cluster-installed
@@ -25,8 +27,8 @@ help: ## list the targets
 setup: $(DEV) ## create .venv and install ckpttool with its development tools
 	@:
 
-demo: $(DEV) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and compare
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+demo: $(DEMO) ## reshard a small checkpoint from tp 8 to tp 2, look at it, and compare; installs ckpttool alone, without torch
+	@PATH="$(CURDIR)/$(DEMO_VENV)/bin:$$PATH" bash scripts/demo.sh
 
 test: $(DEV) ## run the tests that need no other library to judge: of many cases that do the same, a few
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
@@ -95,26 +97,36 @@ bench-scale: $(DEV) ## measure how planning and inspecting grow with tensors and
 bench-cluster: $(DEV) ## measure how runs on a Ray cluster and in parts scale, with a slow link for each machine (5 minutes, 4 GB of memory)
 	@$(BIN)/python -m bench.cluster $(ARGS)
 
-clean: ## remove .venv, .venv-paddle, build outputs and caches
-	rm -rf $(VENV) $(PADDLE_VENV) .node-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-demo, .venv-paddle, build outputs and caches
+	rm -rf $(VENV) $(DEMO_VENV) $(PADDLE_VENV) .node-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call instant. pip skips what is there already, so a new pin installs only what changed.
 # --no-compile: of 20,000 modules of others a few thousand are ever imported, and Python keeps what it compiles then.
+define make_venv
+python=; \
+for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
+  if "$$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+    python=$$candidate; break; \
+  fi; \
+done; \
+if [ -z "$$python" ]; then \
+  printf 'error: no Python 3.11 or newer with ensurepip on PATH\n\nhint: install one, or name it: make $(MAKECMDGOALS) PYTHON=...\n' >&2; \
+  exit 1; \
+fi; \
+"$$python" -m venv
+endef
+
 $(DEV): pyproject.toml constraints.txt
-	@python=; \
-	for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
-	  if "$$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    python=$$candidate; break; \
-	  fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-	  printf 'error: no Python 3.11 or newer with ensurepip on PATH\n\nhint: install one, or name it: make setup PYTHON=...\n' >&2; \
-	  exit 1; \
-	fi; \
-	"$$python" -m venv $(VENV)
+	@$(make_venv) $(VENV)
 	@echo 'installing ckpttool and its development tools into $(VENV) (torch is the large one)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DEMO): pyproject.toml constraints.txt
+	@$(make_venv) $(DEMO_VENV)
+	@echo 'installing ckpttool into $(DEMO_VENV) (33 MB to download)'
+	@$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .
 	@touch $@
 
 $(PEERS): $(DEV)

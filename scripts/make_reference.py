@@ -1,9 +1,9 @@
 """Write what follows from the code in docs/: python scripts/make_reference.py
 
-    README.md           the formats, and what each can hold, from their capabilities
+    docs/formats.md               the formats, and what each can hold, from their capabilities
     docs/reference.md             the list of commands
     docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
-    docs/errors/*.md, */findings.md          what `ckpttool explain` prints, from ckpttool/report/explained/
+    docs/errors.md, docs/findings.md         what `ckpttool explain` prints, from ckpttool/report/explained/
     docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
@@ -218,8 +218,27 @@ def formats() -> str:
     return "\n".join(rows)
 
 
+def explained(page: str, *, examples: bool = True) -> str:
+    """The texts of `ckpttool explain` that a page has, as its sections; without their examples where it has none."""
+    from ckpttool.report.explained import PAGES
+    from ckpttool.report.explained import page as text_of
+
+    texts = [text_of(name).partition("\n**Next:**")[0] for name, where in PAGES.items() if where == page]
+    if not examples:
+        texts = [without_examples(text) for text in texts]
+    return "\n\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE).strip() for text in texts)
+
+
+def without_examples(text: str) -> str:
+    """A text without its fenced blocks, the colons in front of them, and headings that nothing is left under."""
+    prose = re.sub(r":?\n\n```.*?\n```", lambda m: "." if m[0].startswith(":") else "", text, flags=re.DOTALL)
+    return re.sub(r"^## .*\n+(?=##|\Z)", "", prose, flags=re.MULTILINE)
+
+
 TABLES = {
-    "formats": ("README.md", formats),
+    "formats": ("docs/formats.md", formats),
+    "errors": ("docs/errors.md", lambda: explained("docs/errors.md", examples=False)),
+    "all findings": ("docs/findings.md", lambda: explained("docs/findings.md")),
     "commands": ("docs/reference.md", commands),
     "families": ("docs/layouts/families.md", families),
     "generated families": ("docs/layouts/two-ways.md", generated),
@@ -247,18 +266,7 @@ def page_text(page: str, root: Path = ROOT) -> str:
 
 def pages() -> dict[str, str]:
     """All pages that are generated, or have something generated in them, as they should be."""
-    return (
-        {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})}
-        | command_pages()
-        | explained()
-    )
-
-
-def explained() -> dict[str, str]:
-    """The pages that the package has, too: `ckpttool explain` prints them."""
-    from ckpttool.report.explained import PAGES, page
-
-    return {where: page(name) for name, where in PAGES.items()}
+    return {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})} | command_pages()
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """What checks find: identifiers, how bad each is, and the answer that collects them.
 
-The identifiers are stable: scripts may rely on them. docs/inspect/check.md explains those of checkpoints,
-docs/convert-json/findings.md those of Paddle programs.
+The identifiers are stable: scripts may rely on them. docs/findings.md explains them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from ckpttool.answers.findings import CHECKPOINT, SEVERITY
 from ckpttool.cli import failure
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.kernels.merge import METHODS
-from ckpttool.report.explained import CLASSES, PAGES, explain, page, plain_text
+from ckpttool.report.explained import CLASSES, explain, page, plain_text
 from tests.helpers.command import ckpttool
 
 
@@ -91,11 +90,6 @@ def test_names_of_nothing() -> None:
     assert "shard-missing" in ckpttool("explain").out
     found = json.loads(ckpttool("explain", "layout", "--json").out)
     assert found == {"schema": "ckpttool.explain/1", "name": "layout", "text": plain_text(page("layout"))}
-
-
-def test_docs_have_the_same_pages() -> None:
-    for name, where in PAGES.items():
-        assert Path(where).read_text(encoding="utf-8") == page(name), "python scripts/make_reference.py"
 
 
 class Terminal(io.StringIO):

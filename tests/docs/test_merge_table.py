@@ -58,14 +58,18 @@ def methods_table() -> list[str]:
 
 
 def parameters_table() -> list[str]:
-    """A row for each parameter, or for each of its meanings."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """A row for each parameter; meanings that few methods have come after the usual one, with these methods."""
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
     for m in METHODS.values():
         for name, p in {**m.per_model, **m.whole}.items():
-            found.setdefault((name, p.kind, p.help), []).append(f"`{m.name}`")
-    rows = ["| parameter | type | meaning | methods |", f"|{' --- |' * 4}"]
-    for (name, kind, text), where in sorted(found.items()):
-        rows.append(f"| `{name}` | {kind} | {text.replace('|', chr(92) + '|')} | {', '.join(where)} |")
+            found.setdefault(name, {}).setdefault((p.kind, p.help), []).append(f"`{m.name}`")
+    rows = ["| parameter | type | meaning |", f"|{' --- |' * 3}"]
+    for name, meanings in sorted(found.items()):
+        kind = ", ".join(dict.fromkeys(kind for kind, _ in meanings))
+        texts: list[str] = []
+        for (_, text), where in sorted(meanings.items(), key=lambda item: -len(item[1])):
+            texts.append((f"in {', '.join(where)}: " if texts else "") + text.replace("|", "\\|"))
+        rows.append(f"| `{name}` | {kind} | {'; '.join(texts)} |")
     return rows
 
 

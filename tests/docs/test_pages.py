@@ -1,4 +1,4 @@
-"""Every example in README.md and docs/ runs and prints what the page shows."""
+"""Every example in README.md, in docs/ and of `ckpttool explain` runs and prints what is shown."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs.runner import ROOT, Session, pages, problems
 
-PAGES = [str(path.relative_to(ROOT)) for path in pages()]
+PAGES = [str(path.relative_to(ROOT)) for path in (*pages(), *(ROOT / "ckpttool/report/explained").glob("*.md"))]
 
 
 def test_there_are_pages() -> None:

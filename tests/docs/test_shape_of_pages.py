@@ -15,6 +15,7 @@ PAGES = [str(path.relative_to(DOCS)) for path in pages() if path.is_relative_to(
 
 MOST_WORDS = 2600
 LONGER = {
+    "findings.md": "tables with a row for each finding: looked up, not read",
     "layouts/families.md": "a table of names, a row for each built-in family: looked through, not read",
     "families/text.md": "a table of names, a row for each architecture: looked through, not read",
 }
@@ -38,8 +39,10 @@ def problems(text: str) -> list[str]:
     if len(titles) != 1 or not text.startswith("# "):
         found.append(f"one title in the first line, not {len(titles)}")
     beginning = text.split("\n\n")[1:2]
-    if not beginning or re.match(r"[|#`>*<-]", beginning[0].replace("`ckpttool", "ckpttool", 1)):
-        found.append("a sentence below the title says whom the page is for and what it gives")
+    if not beginning or re.match(r"[|#>*<-]|```", beginning[0]):
+        found.append("a sentence below the title says what the page gives")
+    elif re.match(r"For (people|everybody|Megatron's|those|[\w ']+ users)\b", beginning[0]):
+        found.append("the sentence below the title says what the page gives, not whom it is for")
     end = text.rstrip("\n").split("\n\n")[-2:]
     if not any(re.match(r"\*{0,2}Next:", part) and "](" in part for part in end):
         found.append("the last lines say where to go on: **Next:** [...](...)")
@@ -72,6 +75,12 @@ def test_pages_begin_and_end_alike(page: str) -> None:
     assert problems(text_of(page)) == []
 
 
+def test_the_readme_is_one_screen() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    assert len(text.splitlines()) <= 90
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in pages()} - {ROOT, DOCS}), ids=lambda path: path.name)
 def test_an_entry_links_all_pages_of_its_folder(folder: Path) -> None:
     assert unlinked(folder) == set()
@@ -94,9 +103,10 @@ def test_the_code_names_pages_that_are_there() -> None:
 
 
 def test_each_can_fail(tmp_path: Path) -> None:
-    good = "# Title\n\nFor people.\n\n## One\n\ntext\n\n**Next:** [a](b.md)\n"
+    good = "# Title\n\nHow to do it.\n\n## One\n\ntext\n\n**Next:** [a](b.md)\n"
     assert problems(good) == []
-    assert len(problems(good.replace("For people.", "- [One](#one)"))) == 1
+    assert len(problems(good.replace("How to do it.", "- [One](#one)"))) == 1
+    assert len(problems(good.replace("How to do it.", "For people who do it."))) == 1
     assert len(problems(good.replace("## One", "# One"))) == 1
     assert len(problems(good.replace("**Next:** [a](b.md)", ""))) == 1
     (tmp_path / "x").mkdir()

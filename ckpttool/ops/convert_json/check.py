@@ -1,7 +1,7 @@
 """``ckpttool convert-json --check``: does this program say what it should, and are these its parameters?
 
 Paddle compares nothing: it reads a parameter file that is cut off, or another program's, without a word. Every finding
-has an identifier that scripts may rely on; docs/convert-json/findings.md lists them, with what Paddle
+has an identifier that scripts may rely on; docs/findings.md lists them, with what Paddle
 does in each case.
 """
 

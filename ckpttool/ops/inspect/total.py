@@ -3,7 +3,7 @@
     line of a tensor    name TAB dtype TAB shape TAB digest LF      model.norm.weight  BF16  64  0123...cdef
     total               xxh3 with 128 bits over all lines, sorted by their bytes
 
-Names are Hugging Face's where the naming is known. docs/inspect/checksums.md says exactly what a line has.
+Names are Hugging Face's where the naming is known. docs/inspect/tensors.md says exactly what a line has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What errors, findings of checks and merge methods are: pages that ``ckpttool explain`` prints.
+"""What an error or a finding of a check means: texts that ``ckpttool explain`` prints, and that are sections in docs/.
 
-A page is Markdown. ``NAME.md`` is about a class of errors, the others are tables with a row for each finding or method.
-scripts/make_reference.py copies those of errors and findings into docs/.
+A text is Markdown. ``NAME.md`` is about a class of errors, the other two have a table with a row for each finding.
+scripts/make_reference.py puts them into docs/errors.md and docs/findings.md.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")
 """Of errors, as ``--json`` calls them: each has a page."""
 PAGES = {
-    **{name: f"docs/errors/{name}.md" for name in CLASSES},
-    "findings": "docs/inspect/findings.md",
-    "findings-of-programs": "docs/convert-json/findings.md",
+    **dict.fromkeys(CLASSES, "docs/errors.md"),
+    "findings": "docs/findings.md",
+    "findings-of-programs": "docs/findings.md",
 }
-"""Where docs/ has each."""
+"""The page of docs/ that has each as a section; links are relative to docs/."""
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _WORDS = ("severity", "meaning", "what to do")
 
