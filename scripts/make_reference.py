@@ -4,7 +4,7 @@
     docs/reference.md             the list of commands
     docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
     docs/errors/*.md, */findings.md          what `ckpttool explain` prints, from ckpttool/report/explained/
-    docs/layouts/namings.md, docs/layouts.md    the families of each naming, from their files; those as transformers cuts
+    docs/layouts/namings.md, docs/layouts.md    the families of each naming; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
 The pages of commands are generated as a whole.

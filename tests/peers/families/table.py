@@ -28,8 +28,8 @@ GROUPS = {
 _ABOUT = """\
 # Model families
 
-Which models have a family, that is, rules that say how they are cut over ranks, and how the families were checked. The family is
-chosen by `architectures` in `config.json`, then by `model_type`; for a model that is missing here you can
+Which models have a family, that is, rules for cutting them over ranks, and how the families were checked. The family
+is chosen by `architectures` in `config.json`, then by `model_type`; for a model that is missing here you can
 [write one](layouts/own-family.md).
 
 ```text
@@ -43,8 +43,8 @@ ckpttool inspect MODEL --suggest-family
 ckpttool reshard MODEL DST --family NAME
 ```
 
-[All architectures](families/architectures.md) lists every architecture with its family. `make test-families` writes both pages,
-last with transformers {version}.
+[All architectures](families/architectures.md) lists every architecture with its family. `make test-families` writes
+both pages, last with transformers {version}.
 
 ## Counts
 
@@ -56,9 +56,10 @@ last with transformers {version}.
 
 ## How each was checked
 
-Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each comes back byte
-for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 key/value heads), and computes the same logits with the shares of ranks
-0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What differs is in the column `checked`:
+Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each comes
+back byte for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 of keys and values), and computes equal logits with
+the shares of ranks 0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What differs is
+in the column `checked`:
 
 | entry | meaning |
 | --- | --- |
@@ -87,8 +88,8 @@ _NEXT = "\n**Next:** [all architectures](families/architectures.md), [write a fa
 _ALL = """\
 # All architectures
 
-Every architecture that was cut and checked, with its family; families in `transformers/` cut as transformers does, the others
-as engines do. [Model families](../families.md#how-each-was-checked) explains the column `checked`.
+Every architecture that was cut and checked, with its family; families in `transformers/` cut as transformers does, the
+others as engines do. [Model families](../families.md#how-each-was-checked) explains the column `checked`.
 
 {tables}
 **Next:** [model families](../families.md), [write a family file](../layouts/own-family.md)
@@ -139,12 +140,14 @@ def counts(found: Sequence[Found]) -> str:
 
 
 def popular_table(found: Sequence[Found]) -> str:
-    rows = ["| models | architecture | family | engines |", "| --- | --- | --- | --- |"]
+    """A row for the popular lines of models that one family cuts and the same engines take."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for line in popular():
         one = of_line(line, found)
         family = f"`{one.family}`" if one is not None and one.passed else "-"
-        rows.append(f"| {line.name} | `{line.cls}` | {family} | {_engines(one) if one is not None else ''} |")
-    return "\n".join(rows)
+        alike.setdefault((family, _engines(one) if one is not None else ""), []).append(line.name)
+    rows = ["| models | family | engines |", "| --- | --- | --- |"]
+    return "\n".join([*rows, *(f"| {', '.join(names)} | {f} | {e} |" for (f, e), names in alike.items())])
 
 
 def _engines(f: Found) -> str:
