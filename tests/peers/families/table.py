@@ -56,10 +56,10 @@ both pages, last with transformers {version}.
 
 ## How each was checked
 
-Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each comes
-back byte for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 of keys and values), and computes equal logits with
-the shares of ranks 0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What differs is
-in the column `checked`:
+Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each
+comes back byte for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 of keys and values), and computes equal logits
+with the shares of ranks 0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What
+differs is in the column `checked`:
 
 | entry | meaning |
 | --- | --- |
