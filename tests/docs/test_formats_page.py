@@ -39,7 +39,7 @@ def expected(writer: Writer) -> dict[str, tuple[str, ...]]:
         "meshes": (c.meshes or "one rank",),
         "components": (", ".join(c.components).replace("_", " "),),
         "naming": (NAMINGS.get(writer.dialect, f"`{writer.dialect}`"),),
-        "optimizer state shared out (`--sharding-out`)": ("yes", "always") if c.optimizer_shards else ("no",),
+        "optimizer state sharded (`--sharding-out`)": ("yes", "always") if c.optimizer_shards else ("no",),
         "one save in several directories (`--also`)": ("yes" if c.multi_directory else "no",),
         "vocabulary is padded to a multiple of": (vocabulary if c.pad_vocab or not c.sharded else "not padded",),
         "vocabulary that tp does not divide": ("whole on every rank" if c.sharded and not c.pad_vocab else "-",),
