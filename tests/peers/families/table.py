@@ -59,7 +59,8 @@ both pages, last with transformers {version}.
 Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each
 comes back byte for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 of keys and values), and computes equal logits
 with the shares of ranks 0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What
-differs is in the column `checked`:
+differs is in
+parentheses in the list of all:
 
 | entry | meaning |
 | --- | --- |
@@ -89,7 +90,7 @@ _ALL = """\
 # All architectures
 
 Every architecture that was cut and checked, with its family; families in `transformers/` cut as transformers does, the
-others as engines do. [Model families](../families.md#how-each-was-checked) explains the column `checked`.
+others as engines do. [Model families](../families.md#how-each-was-checked) explains what is in parentheses.
 
 {tables}
 **Next:** [model families](../families.md), [write a family file](../layouts/own-family.md)
@@ -171,14 +172,14 @@ def checked(f: Found) -> str:
 
 
 def rows(found: Iterable[Found]) -> str:
-    """A row for the architectures of one family that were checked alike."""
+    """A line for the architectures of one family that were checked alike."""
     alike: dict[tuple[str, str], list[str]] = {}
     for f in found:
         alike.setdefault((f.family, checked(f)), []).append(f.architecture.cls)
-    out = ["| family | architectures | checked |", "| --- | --- | --- |"]
-    for (family, said), names in sorted(alike.items()):
-        out.append(f"| `{family}` | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} | {said} |")
-    return "\n".join(out)
+    return "\n".join(
+        f"- `{family}`: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}{f' ({said})' if said else ''}"
+        for (family, said), names in sorted(alike.items())
+    )
 
 
 def _why(f: Found) -> str:
