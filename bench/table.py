@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.measure import COPY, OURS, Row
 
 BEGIN, END = "<!-- the last run of make bench -->", "<!-- end of the last run -->"
-HEAD = ("job", "program", "wall s", "wall / cp", "CPU s", "CPU / cp", "peak MB", "ckpttool is", "target")
+HEAD = ("job", "program", "wall s", "cp's", "wall / cp", "CPU s", "CPU / cp", "peak MB", "ckpttool is", "target")
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
@@ -23,16 +23,15 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each program of each job; programs of one job stand together, ckpttool first."""
+    """A line for each program of each job, ckpttool first; cp's time stands on the line of ckpttool."""
     lines = [HEAD, tuple("---" for _ in HEAD)]
     by_job: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_job.setdefault(row.job.name, {})[row.program.name] = row
     for found in by_job.values():
-        for number, (name, row) in enumerate(found.items()):
-            lines.append(
-                _line(row, found, first=number == 0, peer=[n for n in found if n not in (OURS, COPY)][:1] == [name])
-            )
+        shown = [name for name in found if name != COPY]
+        peers = [name for name in shown if name != OURS]
+        lines += [_line(found[n], found, first=n == shown[0], peer=peers[:1] == [n]) for n in shown]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -43,15 +42,16 @@ def _line(row: Row, found: dict[str, Row], *, first: bool, peer: bool) -> tuple[
     faster = row.ratios(ours) if row is not ours else []
     targets = []
     if row is ours:
-        for values, most, what in ((wall, job.of_copy, "cp"), (cpu, job.of_copy_cpu, "cp's CPU")):
+        for values, most, what in ((wall, job.of_copy, "cp"), (cpu, job.of_copy_cpu, "CPU")):
             if most is not None and values:
-                targets.append(_judged(f"at most {most:g} {what}", met=statistics.median(values) <= most))
+                targets.append(_judged(f"{most:g} {what}", met=statistics.median(values) <= most))
     elif peer and job.times_as_fast is not None:
         targets.append(_judged(f"{job.times_as_fast:g} x", met=statistics.median(faster) >= job.times_as_fast))
     return (
         job.name if first else "",
         row.program.name,
         f"{row.median('wall'):.2f}",
+        f"{copy.median('wall'):.2f}" if row is ours and copy else "",
         spread(wall) if wall else "",
         f"{row.median('cpu'):.2f}",
         f"{statistics.median(cpu):.2f}" if cpu else "",

@@ -4,7 +4,7 @@
     docs/reference.md             the list of commands
     docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
     docs/errors.md, docs/findings.md         what `ckpttool explain` prints, from ckpttool/report/explained/
-    docs/layouts/families.md, two-ways.md    the built-in families, from their files; those as transformers cuts
+    docs/layouts/namings.md, docs/layouts.md    the families of each naming; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
 The pages of commands are generated as a whole.
@@ -145,17 +145,17 @@ def command_pages() -> dict[str, str]:
 
 
 def families() -> str:
-    """A row for each built-in family: what chooses it, and which namings it has."""
+    """A row for each naming: the built-in families that have it."""
     import yaml
 
-    rows = ["| family | `model_type` | `architectures` | namings |", "| --- | --- | --- | --- |"]
+    having: dict[str, list[str]] = {}
     for path in sorted((ROOT / "ckpttool" / "layout" / "families").glob("*.yaml")):
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         taken = data.get("extends", {}).get("namings", [])
-        namings = dict.fromkeys(["hf", *taken, *data.get("namings", {})])
-        lists = (data.get("model_types", []), data.get("architectures", []), namings)
-        rows.append(f"| `{data['family']}` | " + " | ".join(", ".join(f"`{x}`" for x in part) for part in lists) + " |")
-    return "\n".join(rows)
+        for naming in dict.fromkeys([*taken, *data.get("namings", {})]):
+            having.setdefault(naming, []).append(data["family"])
+    rows = [f"| `{name}` | {', '.join(f'`{f}`' for f in having[name])} |" for name in sorted(having)]
+    return "\n".join(["| naming | families |", "| --- | --- |", *rows])
 
 
 def generated() -> str:
@@ -240,8 +240,8 @@ TABLES = {
     "errors": ("docs/errors.md", lambda: explained("docs/errors.md", examples=False)),
     "all findings": ("docs/findings.md", lambda: explained("docs/findings.md")),
     "commands": ("docs/reference.md", commands),
-    "families": ("docs/layouts/families.md", families),
-    "generated families": ("docs/layouts/two-ways.md", generated),
+    "families": ("docs/layouts/namings.md", families),
+    "generated families": ("docs/layouts.md", generated),
 }
 
 

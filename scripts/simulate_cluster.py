@@ -1,7 +1,7 @@
 """How long a run on many machines takes, from what its parts were measured to take.
 
     python -m scripts.simulate_cluster [--write]        print the tables, or put them into the page,
-                                                        docs/cluster/expectations.md
+                                                        docs/cluster/parts.md
 
 Each machine works off shares one after the other, as ``--on ray`` has it: it has its next order before it has answered,
 the one that started the run takes the answers one by one, and shares that are lost are done again by others. A share
@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpttool.execute.machines.fleetwork import waning
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "cluster" / "expectations.md"
+PAGE = ROOT / "docs" / "cluster" / "parts.md"
 BEGIN, END = "<!-- python -m scripts.simulate_cluster -->", "<!-- end -->"
 GB = 1e9
 

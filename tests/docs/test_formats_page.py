@@ -16,7 +16,8 @@ def differences() -> dict[str, dict[str, str]]:
     """The cells of the tables that compare formats, by format and row."""
     table: dict[str, dict[str, str]] = {}
     columns: list[str] = []
-    for line in (FORMATS / "compare.md").read_text(encoding="utf-8").splitlines():
+    page = (FORMATS / "contents.md").read_text(encoding="utf-8").partition("\n## How formats differ\n")[2]
+    for line in page.splitlines():
         first, *cells = [c.strip() for c in line.strip("|").split("|")]
         if line.startswith("|") and not first:
             columns = [c.strip("`") for c in cells]
@@ -38,7 +39,7 @@ def expected(writer: Writer) -> dict[str, tuple[str, ...]]:
         "meshes": (c.meshes or "one rank",),
         "components": (", ".join(c.components).replace("_", " "),),
         "naming": (NAMINGS.get(writer.dialect, f"`{writer.dialect}`"),),
-        "optimizer state shared out (`--sharding-out`)": ("yes", "always") if c.optimizer_shards else ("no",),
+        "optimizer state sharded (`--sharding-out`)": ("yes", "always") if c.optimizer_shards else ("no",),
         "one save in several directories (`--also`)": ("yes" if c.multi_directory else "no",),
         "vocabulary is padded to a multiple of": (vocabulary if c.pad_vocab or not c.sharded else "not padded",),
         "vocabulary that tp does not divide": ("whole on every rank" if c.sharded and not c.pad_vocab else "-",),
@@ -62,7 +63,7 @@ def test_the_tables_say_what_the_formats_can_hold() -> None:
 
 
 def test_every_kind_of_model_of_megatron_is_listed() -> None:
-    page = (FORMATS / "megatron-models.md").read_text(encoding="utf-8")
+    page = (FORMATS / "megatron.md").read_text(encoding="utf-8")
     rows = page.partition("## Models of Megatron")[2].partition("\n## ")[0].splitlines()
     listed = [name.strip(" `") for row in rows if row.startswith("| `") for name in row.split("|")[1].split(",")]
     assert sorted(listed) == sorted(["model_type", *(k.model_type for k in KINDS)])

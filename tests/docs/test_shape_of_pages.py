@@ -16,8 +16,6 @@ PAGES = [str(path.relative_to(DOCS)) for path in pages() if path.is_relative_to(
 MOST_WORDS = 2600
 LONGER = {
     "findings.md": "tables with a row for each finding: looked up, not read",
-    "layouts/families.md": "a table of names, a row for each built-in family: looked through, not read",
-    "families/text.md": "a table of names, a row for each architecture: looked through, not read",
 }
 """Pages that may have more words, and why."""
 

@@ -73,7 +73,7 @@ def test_navigation_follows_folders_and_links() -> None:
         ("merge/methods.md", "../reshard.md", "../reshard.md"),
         ("merge/methods.md", "../../README.md#start", "../index.md#start"),
         ("ci.md", "../action.yml", "files/action.yml"),
-        ("robustness/walks.md", "../../tests/walk", None),
+        ("robustness/crashes.md", "../../tests/torture", None),
         ("ci.md", "https://example.org/x", "https://example.org/x"),
     ],
 )

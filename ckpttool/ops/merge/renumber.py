@@ -399,7 +399,7 @@ class _LayerFields:
                     f"`{path}` of config.json is {shown(value)}: it may refer to layers by number, and the slices"
                     " renumber them",
                     where=self.family.origin or (),
-                    hint="declare it in a family file under `slices:` (docs/layouts/slices.md): --family FILE",
+                    hint="declare it in a family file under `slices:` (docs/layouts/tensors.md): --family FILE",
                 )
 
     def _prove(self) -> None:

@@ -1,4 +1,4 @@
-"""docs/families.md and the pages below it: what came out for every architecture."""
+"""docs/families.md and docs/families/architectures.md: what came out for every architecture."""
 
 from __future__ import annotations
 
@@ -25,21 +25,12 @@ GROUPS = {
 }
 """Titles of the groups of architectures, in the order of the counts."""
 
-PAGES = {
-    "text": ("Families of text models", ("causal",)),
-    "images": ("Families of models for images and text", ("i2t", "clip")),
-    "sound": ("Families of models for sound", ("mm", "speech")),
-    "encoders": ("Families of encoders and encoder-decoders", ("seq2seq", "mlm", "base")),
-    "other": ("Families outside of transformers", ("remote",)),
-}
-"""The pages below docs/families.md, with their titles and the groups on them."""
-
 _ABOUT = """\
 # Model families
 
-For people who ask whether their model is supported: every architecture that has a family, and what was checked of it.
-A family says how a model is cut over ranks. It is chosen from `config.json`; for a model that is missing here you can
-[write one](layouts/own-family.md). The three commands that most people need:
+Which models have a family, that is, rules for cutting them over ranks, and how the families were checked. The family
+is chosen by `architectures` in `config.json`, then by `model_type`; for a model that is missing here you can
+[write one](layouts/own-family.md).
 
 ```text
 # can this model be cut so?
@@ -52,10 +43,8 @@ ckpttool inspect MODEL --suggest-family
 ckpttool reshard MODEL DST --family NAME
 ```
 
-{contents}
-
-`make test-families` writes these pages, last with transformers {version}. [Layouts](layouts.md) explains the file of a
-family.
+[All architectures](families/architectures.md) lists every architecture with its family. `make test-families` writes
+both pages, last with transformers {version}.
 
 ## Counts
 
@@ -67,25 +56,22 @@ family.
 
 ## How each was checked
 
-Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`.
-
-| column | meaning |
-| --- | --- |
-| family | as `config.json` chooses. Those in `transformers/` cut as transformers does; the others as engines do |
-| tp | sizes of tensor parallelism at which the model comes back byte for byte (8 heads, 2 of keys and values) |
-| ep | the same with experts shared out over 2 ranks |
-| logits | `equal`: with the shares of ranks 0 and 1 exchanged the model computes the same |
-| config | names and shapes that `ckpttool fp8-size config.json` assumes are those of the saved model |
-| engines | formats that are written and read back byte for byte |
-
-The shares of a correct cut are alike: what rank 1 holds can take the place of rank 0's part, if this is done to every
-tensor that is cut. A split head, a wrong axis or a missing partner changes the logits. In that column:
+Every architecture is made tiny, with random weights, saved by transformers, and cut with `ckpttool reshard`. Each
+comes back byte for byte from 2 and 4 tensor-parallel ranks (8 heads, 2 of keys and values), and computes equal logits
+with the shares of ranks 0 and 1 exchanged: a split head, a wrong axis or a missing partner would change them. What
+differs is in
+parentheses in the list of all:
 
 | entry | meaning |
 | --- | --- |
+| `tp 16` | also comes back from 16 tensor-parallel ranks |
+| `not tp 4` | refused at this size |
+| `ep` | also comes back with experts distributed over 2 ranks |
+| `config` | names and shapes that `ckpttool fp8-size config.json` assumes are those of the saved model |
 | `plan` | each rank also holds what transformers' own plan gives it, element for element |
-| `but for 2` | two kinds of tensors that are cut do not show in the logits: the tiny model's inputs do not reach them |
-| `-` | the tiny model cannot be run here, or only the vocabulary is cut |
+| `vllm`, `trtllm`, `deepseek` | this format is written and read back byte for byte |
+| `unseen 2` | two kinds of tensors that are cut do not show in the logits: the tiny model's inputs do not reach them |
+| `no logits` | the tiny model cannot be run here, or only the vocabulary is cut |
 """
 
 _UNCOVERED = """\
@@ -98,16 +84,16 @@ help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `d
 | --- | --- | --- |
 """
 
-_NEXT = "\n**Next:** [built-in families](layouts/families.md), [write a family file](layouts/own-family.md)\n"
+_NEXT = "\n**Next:** [all architectures](families/architectures.md), [write a family file](layouts/own-family.md)\n"
 
-_GROUP = """\
-# {title}
+_ALL = """\
+# All architectures
 
-For people who look up an architecture: its family, and what was checked of it.
-[Model families](../families.md#how-each-was-checked) explains the columns.
+Every architecture that was cut and checked, with its family; families in `transformers/` cut as transformers does, the
+others as engines do. [Model families](../families.md#how-each-was-checked) explains what is in parentheses.
 
 {tables}
-**Next:** {others}, [model families](../families.md)
+**Next:** [model families](../families.md), [write a family file](../layouts/own-family.md)
 """
 
 
@@ -155,42 +141,45 @@ def counts(found: Sequence[Found]) -> str:
 
 
 def popular_table(found: Sequence[Found]) -> str:
-    rows = ["| models | architecture | family | engines |", "| --- | --- | --- | --- |"]
+    """A row for the popular lines of models that one family cuts and the same engines take."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for line in popular():
         one = of_line(line, found)
         family = f"`{one.family}`" if one is not None and one.passed else "-"
-        rows.append(f"| {line.name} | `{line.cls}` | {family} | {_engines(one) if one is not None else ''} |")
-    return "\n".join(rows)
+        alike.setdefault((family, _engines(one) if one is not None else ""), []).append(line.name)
+    rows = ["| models | family | engines |", "| --- | --- | --- |"]
+    return "\n".join([*rows, *(f"| {', '.join(names)} | {f} | {e} |" for (f, e), names in alike.items())])
 
 
 def _engines(f: Found) -> str:
     return ", ".join(f"`{e}`" for e, how in f.targets.items() if how.startswith("ok")) if f.passed else ""
 
 
-def _tp(f: Found) -> str:
-    return ", ".join(k.removeprefix("tp ") for k, v in f.back.items() if k.startswith("tp") and v == "ok")
-
-
-def _logits(f: Found) -> str:
-    hidden = [k for k in f.unseen if not k.endswith("bias")]
-    said = "equal" if f.logits_equal else "-"
-    if f.logits_equal and hidden:
-        said += f" but for {len(hidden)}"
-    return f"{said}, plan" if f.plan else said
+def checked(f: Found) -> str:
+    """What was checked beyond two and four ranks and equal logits, and what could not be."""
+    ranks = [k for k, v in f.back.items() if k.startswith("tp") and v == "ok" and k not in ("tp 2", "tp 4")]
+    hidden = len([k for k in f.unseen if not k.endswith("bias")])
+    said = {
+        **{f"not {k}": f.back.get(k) != "ok" for k in ("tp 2", "tp 4")},
+        "no logits": not f.logits_equal,
+        f"unseen {hidden}": f.logits_equal and hidden,
+        "ep": f.back.get("ep 2") == "ok",
+        "config": f.declared == "ok",
+        "plan": f.plan,
+    }
+    engines = [name for name, how in f.targets.items() if how.startswith("ok")] if f.passed else []
+    return ", ".join([*ranks, *(word for word, holds in said.items() if holds), *engines])
 
 
 def rows(found: Iterable[Found]) -> str:
-    out = [
-        "| `model_type` | architecture | family | tp | ep | logits | config | engines |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    """A line for the architectures of one family that were checked alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for f in found:
-        ep = "2" if f.back.get("ep 2") == "ok" else ""
-        config = "yes" if f.declared == "ok" else ""
-        a = f.architecture
-        cells = (f"`{a.model_type}`", f"`{a.cls}`", f"`{f.family}`", _tp(f), ep, _logits(f), config, _engines(f))
-        out.append(f"| {' | '.join(cells)} |")
-    return "\n".join(out)
+        alike.setdefault((f.family, checked(f)), []).append(f.architecture.cls)
+    return "\n".join(
+        f"- `{family}`: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}{f' ({said})' if said else ''}"
+        for (family, said), names in sorted(alike.items())
+    )
 
 
 def _why(f: Found) -> str:
@@ -206,27 +195,20 @@ def without_family(found: Sequence[Found]) -> str:
 
 def entry(version: str, sums: str, lines: str, left: str) -> str:
     """docs/families.md, of its tables."""
-    contents = ["| page | architectures |", "| --- | --- |"]
-    for name, (title, groups) in PAGES.items():
-        contents.append(f"| [{title}](families/{name}.md) | {', '.join(GROUPS[g] for g in groups)} |")
-    about = _ABOUT.format(version=version, contents="\n".join(contents), counts=sums, popular=lines)
+    about = _ABOUT.format(version=version, counts=sums, popular=lines)
     return f"{about}\n{_UNCOVERED}{left}\n{_NEXT}"
 
 
-def group_page(name: str, tables: Mapping[str, str]) -> str:
-    """A page below docs/families.md, of the tables of its groups."""
-    title, groups = PAGES[name]
-    parts = "\n".join(f"## {GROUPS[g]}\n\n{tables[g]}\n" for g in groups if g in tables)
-    others = ", ".join(f"[{PAGES[other][0].lower()}]({other}.md)" for other in PAGES if other != name)
-    return _GROUP.format(title=title, tables=parts, others=others)
+def all_page(tables: Mapping[str, str]) -> str:
+    """docs/families/architectures.md, of the tables of the groups."""
+    return _ALL.format(tables="\n".join(f"## {title}\n\n{tables[g]}\n" for g, title in GROUPS.items() if g in tables))
 
 
 def write(page: Path, found: Sequence[Found], version: str) -> None:
-    """All pages: the entry, and those below it in the directory of the same name."""
+    """Both pages: the entry, and the list of all in the directory of the same name."""
     page.with_suffix("").mkdir(exist_ok=True)
     text = entry(version, counts(found), popular_table(found), without_family(found))
     page.write_text(text, encoding="utf-8")
     passed = {g: [f for f in found if f.architecture.group == g and f.passed] for g in GROUPS}
     tables = {g: rows(some) for g, some in passed.items() if some}
-    for name in PAGES:
-        (page.with_suffix("") / f"{name}.md").write_text(group_page(name, tables), encoding="utf-8")
+    (page.with_suffix("") / "architectures.md").write_text(all_page(tables), encoding="utf-8")
