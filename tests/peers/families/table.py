@@ -80,8 +80,6 @@ _UNCOVERED = """\
 These are refused when they are cut (`--split`, or [a family file](layouts/own-family.md),
 help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
 
-| `model_type` | architecture | result |
-| --- | --- | --- |
 """
 
 _NEXT = "\n**Next:** [all architectures](families/architectures.md), [write a family file](layouts/own-family.md)\n"
@@ -189,8 +187,12 @@ def _why(f: Found) -> str:
 
 
 def without_family(found: Sequence[Found]) -> str:
-    left = [f for f in found if not f.passed]
-    return "\n".join(f"| `{f.architecture.model_type}` | `{f.architecture.cls}` | {_why(f)} |" for f in left)
+    """A line for each result, with the architectures that have it."""
+    alike: dict[str, list[str]] = {}
+    for f in found:
+        if not f.passed:
+            alike.setdefault(_why(f), []).append(f"`{f.architecture.cls}` of `{f.architecture.model_type}`")
+    return "\n".join(f"- {why}: {', '.join(dict.fromkeys(names))}" for why, names in alike.items())
 
 
 def entry(version: str, sums: str, lines: str, left: str) -> str:
