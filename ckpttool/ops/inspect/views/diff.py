@@ -161,18 +161,17 @@ class DiffAnswer(ResultAnswer):
     def _verdict(self) -> Iterator[str]:
         """What is known of all tensors, and what was not compared. Only what was read is called equal."""
         result = self.result
+        compared = count(result.compared, "tensor") + (" under Hugging Face names" if result.renamed else "")
         parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
-        parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
-        naming = " under Hugging Face names" if result.renamed else ""
-        compared = f"{count(result.compared, 'tensor')}{parts}{naming}"
+        how = (f"{parts}; " if set(result.by_component) - {"model"} else "") + _how(result)
         if not result.ok:
             sides = (("SRC", result.only_left), ("OTHER", result.only_right))
             alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
-            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({_how(result)})"
+            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"
         elif not result.values:
             yield f"same names, dtypes and shapes in {compared}; values not compared"
         else:
-            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({_how(result)})"
+            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({how})"
         for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
             if components:
                 yield f"not compared: {', '.join(components)}, only in {side}"
