@@ -213,8 +213,11 @@ class DiffAnswer(ResultAnswer):
         for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
             mine = [changed[i] for i in places]
             cosine = min([d.cosine for d in mine if d.cosine is not None], default=None)
-            what = f"{100 * sum(d.elements for d in mine) / sum(d.total for d in mine):.3g} %"
-            angle = "-" if cosine is None else f"{cosine:.6f}"  # with the digits that tell it from 1
+            n, total = sum(d.elements for d in mine), sum(d.total for d in mine)
+            what = f"{n:,}" if n < 1000 and 100 * n < total else f"{100 * n / total:.3g} %"
+            angle = "-" if cosine is None else f"{cosine:.6f}"
+            if angle == "1.000000" and cosine != 1:
+                angle = f"{cosine:.9f}"  # with the digits that tell it from 1
             rows.append((plain(name), number(changed[min(places)].relative, 4), angle, what))
         yield from _largest(("changed tensor", "relative", "cosine", "elements"), rows, ["elements"], (1, 2, 3))
         if (drift := self.result.drift) is not None:
