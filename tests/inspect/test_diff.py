@@ -325,3 +325,12 @@ def test_components_that_cannot_be_compared_are_not_equal(
         assert "not compared: " in done.out
         done = ckpttool("inspect", roots[left], "--diff", roots[right], "--only", "optimizer")
         assert (done.code, "nothing can be compared" in done.err) == (1, True)
+
+
+def test_one_element_of_many_is_counted_and_not_rounded_away(tmp_path: Path) -> None:
+    values = [1.0] * 5000
+    left = save_hf(tmp_path / "left", {"a": floats(values)})
+    right = save_hf(tmp_path / "right", {"a": floats([1.05, *values[1:]])})
+    row = on_terminal("inspect", left, "--diff", right)[3].split()
+    assert (row[0], row[2][:6], row[3]) == ("a", "0.9999", "1")
+    assert float(row[2]) < 1

@@ -87,8 +87,8 @@ def check(
     if isinstance(chosen, ChecksItself):
         try:
             checked = chosen.check(listing)
-            found = [Finding(*f) for f in checked.found]
-            return CheckResult(path, chosen.name, found, checked.counts, unread="values not checked")
+            problems = [Finding(*f) for f in checked.found]
+            return CheckResult(path, chosen.name, problems, checked.counts, unread="values not checked")
         except CkptError:
             pass  # reported as for any other source
     result = CheckResult(path)

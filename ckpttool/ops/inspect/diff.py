@@ -121,7 +121,8 @@ class DiffResult:
         """``<DiffResult llama_tp8, llama_tp2: different, 39 tensors compared, 1 changed, 2 only left>``."""
         counts = {"changed": self.changed, "only left": len(self.only_left), "only right": len(self.only_right)}
         more = [f"{n:,} {what}" for what, n in counts.items() if n]
-        verdict = {True: "equal", False: "different", None: "same headers"}[self.equal]
+        unknown = "no difference" if self.values else "same headers"
+        verdict = {True: "equal", False: "different", None: unknown}[self.equal]
         said = [verdict, f"{count(self.compared, 'tensor')} compared", *more]
         return f"<DiffResult {self.left.path}, {self.right.path}: {', '.join(said)}>"
 

@@ -73,8 +73,8 @@ def listed(columns: int = 0) -> str:
     """All names that have an explanation."""
     classes = "\n".join(f"  {name:12} {page(name).splitlines()[0].lstrip('# ')}" for name in CLASSES)
     names = {
-        "Findings of checks": SEVERITY,
-        "Merge methods (`ckpttool explain methods` lists their uses)": _cells("methods"),
+        "Findings of checks": list(SEVERITY),
+        "Merge methods (`ckpttool explain methods` lists their uses)": list(_cells("methods")),
     }
     return f"Classes of errors:\n{classes}\n" + "".join(
         f"\n{title}:\n{_broken('  ' + ' '.join(found), columns or 100, 2)}\n" for title, found in names.items()

@@ -161,18 +161,17 @@ class DiffAnswer(ResultAnswer):
     def _verdict(self) -> Iterator[str]:
         """What is known of all tensors, and what was not compared. Only what was read is called equal."""
         result = self.result
+        compared = count(result.compared, "tensor") + (" under Hugging Face names" if result.renamed else "")
         parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
-        parts = f" ({parts})" if set(result.by_component) - {"model"} else ""
-        naming = " under Hugging Face names" if result.renamed else ""
-        compared = f"{count(result.compared, 'tensor')}{parts}{naming}"
+        how = (f"{parts}; " if set(result.by_component) - {"model"} else "") + _how(result)
         if not result.ok:
             sides = (("SRC", result.only_left), ("OTHER", result.only_right))
             alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
-            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({_how(result)})"
+            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"
         elif not result.values:
             yield f"same names, dtypes and shapes in {compared}; values not compared"
         else:
-            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({_how(result)})"
+            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({how})"
         for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
             if components:
                 yield f"not compared: {', '.join(components)}, only in {side}"
@@ -214,8 +213,11 @@ class DiffAnswer(ResultAnswer):
         for name, places in sorted(fold([d.name for d in changed]), key=lambda f: min(f[1])):
             mine = [changed[i] for i in places]
             cosine = min([d.cosine for d in mine if d.cosine is not None], default=None)
-            what = f"{100 * sum(d.elements for d in mine) / sum(d.total for d in mine):.3g} %"
-            angle = "-" if cosine is None else f"{cosine:.6f}"  # with the digits that tell it from 1
+            n, total = sum(d.elements for d in mine), sum(d.total for d in mine)
+            what = f"{n:,}" if n < 1000 and 100 * n < total else f"{100 * n / total:.3g} %"
+            angle = "-" if cosine is None else f"{cosine:.6f}"
+            if angle == "1.000000" and cosine != 1:
+                angle = f"{cosine:.9f}"  # with the digits that tell it from 1
             rows.append((plain(name), number(changed[min(places)].relative, 4), angle, what))
         yield from _largest(("changed tensor", "relative", "cosine", "elements"), rows, ["elements"], (1, 2, 3))
         if (drift := self.result.drift) is not None:
