@@ -11,9 +11,7 @@ from ckpttool.cli.options import argument, flag
 @options.grouped
 def explain(
     *,
-    name: Annotated[
-        str, argument("NAME", "A class of errors, such as layout, or a finding; all are listed without.")
-    ] = "",
+    name: Annotated[str, argument("NAME", "A class of errors, such as layout, or a finding; default: a list.")] = "",
     json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False,
 ) -> None:
     """Explain a class of errors, or a finding of a check: what it means, and what to do."""
