@@ -1,13 +1,12 @@
 """Write what follows from the code in docs/: python scripts/make_reference.py
 
-    docs/formats.md               the formats, and what each can hold, from their capabilities
-    docs/reference.md             the list of commands
-    docs/reference/COMMAND.md     a page for each command: arguments and options, from the command line itself
-    docs/errors.md, docs/findings.md         what `ckpttool explain` prints, from ckpttool/report/explained/
+    docs/formats.md                             the formats, and what each can hold, from their capabilities
+    docs/reference.md                           the commands, from the command line itself
+    docs/reference/options.md                   every option once, with the commands that have it
+    docs/errors.md, docs/findings.md            what `ckpttool explain` prints, from ckpttool/report/explained/
     docs/layouts/namings.md, docs/layouts.md    the families of each naming; those as transformers cuts
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is left as it is.
-The pages of commands are generated as a whole.
 tests/docs/test_reference.py fails when a page is not up to date. Completion files and manual pages, which say the same
 of the command line, come from make_share.py, which is run, too.
 """
@@ -67,11 +66,6 @@ def visible() -> list[tuple[str, Any]]:
     return command_tree(get_command(app))[1:]
 
 
-def page_of(name: str) -> str:
-    """The page of a command, `ckpttool convert-json`: its address below docs/."""
-    return f"reference/{name.removeprefix('ckpttool ').replace(' ', '-')}.md"
-
-
 def guide_of(word: str) -> str:
     """The guide to a command, below docs/; it may have a former name. "" where there is none."""
     from ckpttool.cli.help import ALIASES
@@ -81,67 +75,35 @@ def guide_of(word: str) -> str:
 
 
 def commands() -> str:
-    """The commands by task, and the options of `ckpttool` itself."""
-    from typer.main import get_command
+    """The commands, with their guides and what a command line cannot do without."""
+    from ckpttool.cli.help import usage_words
 
-    from ckpttool.cli.app import app
-    from ckpttool.cli.help import TASKS
-
-    task = {f"ckpttool {word}": title for title, words in TASKS for word in words}
-    lines = [
-        "```text",
-        "ckpttool COMMAND [OPTIONS]",
-        "```",
-        "",
-        "| command | task | what it does |",
-        "| --- | --- | --- |",
-    ]
+    lines = ["| command | what it does |", "| --- | --- |"]
     for name, command in visible():
-        lines.append(f"| [`{name}`]({page_of(name)}) | {task.get(name, '')} | {cell(command.help or '')} |")
-    options = [option_row(p) for p in get_command(app).params if not getattr(p, "hidden", False)]
-    lines += ["", "| option of `ckpttool` | meaning |", "| --- | --- |", *options]
-    return "\n".join([*lines, "| `--help`, `-h` | Show the options. |"])
-
-
-def command_page(name: str, command: Any) -> str:
-    """The whole page of one command: usage, examples, arguments, and options by the headings of its help."""
-    from ckpttool.cli.help import EXAMPLES, HELP, sections, usage_words
-
-    word = name.removeprefix("ckpttool ")
-    about = guide_of(word)
-    guide = f" [The guide](../{about}) shows it at work." if about else ""
-    lines = [
-        f"# {name}",
-        "",
-        f"For people who look up an option of `{name}`: all arguments and options, as in `{name} --help`.{guide}",
-        "",
-        cell(command.help or ""),
-        "",
-        "```text",
-        " ".join([name, *usage_words(command), "[OPTIONS]"]),
-        "```",
-    ]
-    if examples := EXAMPLES.get(word, ()):
-        lines += ["", "For example:", "", "```text", *examples, "```"]
-    for title, parameters in sections(word, command.params).items():
-        if title == "Arguments":
-            rows = [f"| `{p.metavar or p.name.upper()}` | {cell(p.help or '')} |" for p in parameters]
-        else:
-            rows = [option_row(p) for p in parameters]
-        if title == "Output":
-            rows.append(f"| `--help` | {HELP} |")
-        kind = "argument" if title == "Arguments" else "option"
-        lines += ["", f"## {title}", "", f"| {kind} | meaning |", "| --- | --- |", *rows]
-    others = [f"[{other}]({page_of(other).removeprefix('reference/')})" for other, _ in visible() if other != name]
-    after = [f"[the guide](../{about})"] if about else []
-    lines += ["", f"**Next:** {', '.join([*after, '[exit codes, output, patterns](../reference.md)'])}."]
-    lines += ["", f"Other commands: {', '.join(others)}.", ""]
+        guide = guide_of(name.removeprefix("ckpttool "))
+        called = f"[`{name}`]({guide})" if guide else f"`{name}`"
+        words = " ".join(usage_words(command)).replace("|", "\\|")
+        lines.append(f"| {called} `{words}` | {cell(command.help or '')} |")
     return "\n".join(lines)
 
 
-def command_pages() -> dict[str, str]:
-    """The pages of all commands, by their paths."""
-    return {f"docs/{page_of(name)}": command_page(name, command) for name, command in visible()}
+def options() -> str:
+    """Every option once, by the headings of ``--help``, with the commands that have it."""
+    from ckpttool.cli.help import is_option, sections, titles
+
+    rows: dict[str, dict[str, list[str]]] = {}
+    every = [name.removeprefix("ckpttool ") for name, command in visible() if len(command.params) > 7]
+    for name, command in visible():
+        word = name.removeprefix("ckpttool ")
+        for title, parameters in sections(word, command.params, common=False).items():
+            for p in filter(is_option, parameters):
+                rows.setdefault(title, {}).setdefault(option_row(p), []).append(word)
+    lines = []
+    for title in sorted(rows, key=[*titles()].index):
+        lines += ["", f"## {title}", "", "| option | meaning | commands |", "| --- | --- | --- |"]
+        for row, words in rows[title].items():
+            lines.append(f"{row} {'all' if set(every) <= set(words) else ', '.join(words)} |")
+    return "\n".join(lines[1:])
 
 
 def families() -> str:
@@ -240,6 +202,7 @@ TABLES = {
     "errors": ("docs/errors.md", lambda: explained("docs/errors.md", examples=False)),
     "all findings": ("docs/findings.md", lambda: explained("docs/findings.md")),
     "commands": ("docs/reference.md", commands),
+    "options": ("docs/reference/options.md", options),
     "families": ("docs/layouts/namings.md", families),
     "generated families": ("docs/layouts.md", generated),
 }
@@ -266,7 +229,7 @@ def page_text(page: str, root: Path = ROOT) -> str:
 
 def pages() -> dict[str, str]:
     """All pages that are generated, or have something generated in them, as they should be."""
-    return {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})} | command_pages()
+    return {page: page_text(page) for page in sorted({where for where, _ in TABLES.values()})}
 
 
 def main() -> None:

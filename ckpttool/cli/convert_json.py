@@ -25,7 +25,7 @@ _MEMORY = "64MiB"
 class ConvertFlags(options.RunFlags, options.AccessFlags):
     """How a run goes."""
 
-    memory: Annotated[str, value("--memory", "SIZE", f"Memory for all buffers together; default: {_MEMORY}.")] = ""
+    memory: Annotated[str, value("--memory", "SIZE", f"Memory for all buffers; default: {_MEMORY}.")] = ""
 
 
 @options.grouped
@@ -33,37 +33,29 @@ def convert_json(
     *,
     src: Annotated[
         str,
-        argument("SRC", "A program (.json, .pdmodel); with --program safetensors; what --index and --header work on."),
+        argument("SRC", "A program (.json, .pdmodel), or safetensors for --program, --index and --header."),
     ],
     dst: Annotated[str | None, argument("DST", "FILE.safetensors, or a directory to create.")] = None,
-    params: Annotated[
-        str | None, value("--params", "FILE", "Parameters of the program, when they are not beside it.")
-    ] = None,
-    names: Annotated[
-        str | None, value("--names", "FILE", "Structured names: .pdparams of the same run, or .pdiparams.info.")
-    ] = None,
-    program: Annotated[
-        str | None, value("--program", "FILE", "The way back: write SRC as the parameters of this program.")
-    ] = None,
+    params: Annotated[str | None, value("--params", "FILE", "Its parameters; default: the file beside it.")] = None,
+    names: Annotated[str | None, value("--names", "FILE", "Structured names: .pdparams or .pdiparams.info.")] = None,
+    program: Annotated[str | None, value("--program", "FILE", "Write SRC as the parameters of this program.")] = None,
     max_shard_size: Annotated[
-        str, value("--max-shard-size", "SIZE", "Largest file, when DST is a directory; default: 5GB.")
+        str, value("--max-shard-size", "SIZE", "Largest file, if DST is a directory; default: 5GB.")
     ] = "",
-    check: Annotated[bool, flag("--check", "Find what is wrong; exit 3 when there is an error.")] = False,
+    check: Annotated[bool, flag("--check", "Look for errors; exit 3 if there is one.")] = False,
     fix: Annotated[
         str | None,
-        value("--fix", "OUT.json", "Write the program with NaN spelled as Paddle reads it, and check that."),
+        value("--fix", "OUT.json", "Write the program with NaN as Paddle reads it; check it."),
     ] = None,
-    index: Annotated[bool, flag("--index", "Write the index of the shards in SRC; with --check verify it.")] = False,
-    header: Annotated[
-        bool, flag("--header", "Header of SRC as JSON, to DST or stdout; from SRC.json into DST.safetensors.")
-    ] = False,
+    index: Annotated[bool, flag("--index", "Write the index of the shards in SRC; --check: verify.")] = False,
+    header: Annotated[bool, flag("--header", "Header of SRC as JSON, or SRC.json as the header of DST.")] = False,
     output: Annotated[
-        str | None, value("-o --output", "FILE", "With --header: write the file with its new header here.")
+        str | None, value("-o --output", "FILE", "With --header: write a copy with the new header here.")
     ] = None,
     flags: Annotated[ConvertFlags, options.without("verify", "manifest", "create_pr")],
     shown: options.OutputFlags,
 ) -> None:
-    """Convert a Paddle program and its parameters to safetensors and back, or check them; JSON of safetensors."""
+    """Convert a Paddle program and its parameters to safetensors and back; check programs, indexes and headers."""
     tasks = (index, header, program is not None, fix is not None or (check and not index))
     if sum(tasks) > 1:
         raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")

@@ -14,13 +14,11 @@ from ckpttool.cli.process import reader_may_leave
 @options.grouped
 def doctor(
     *,
-    path: Annotated[str, argument("PATH", "Where you want to read or write; default: the current directory.")] = ".",
-    online: Annotated[
-        bool, flag("--online", "Also ask other machines: whether PATH can be reached, and logins are valid.")
-    ] = False,
+    path: Annotated[str, argument("PATH", "Where you want to read or write; default: here.")] = ".",
+    online: Annotated[bool, flag("--online", "Also test the network: PATH, logins.")] = False,
     shown: options.OutputFlags,
 ) -> None:
-    """Say what works here, what is slow and what is missing: disk, memory, cores, packages, logins."""
+    """Show what works here, what is slow and what is missing: disk, memory, cores, packages, logins."""
     from ckpttool.ops.doctor import examine
     from ckpttool.report.doctor import document
     from ckpttool.report.render import show

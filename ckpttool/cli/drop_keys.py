@@ -24,7 +24,7 @@ def drop_keys(
     flags: options.RunFlags,
     shown: options.OutputFlags,
 ) -> None:
-    """Write SRC without some of its tensors; files that lose none stay as they are."""
+    """Write a checkpoint without some of its tensors; files that lose none do not change."""
     from ckpttool.ops.drop_keys import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.report import drop_keys as report

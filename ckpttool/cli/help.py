@@ -31,10 +31,11 @@ _GROUPS = (
         """list_ files ranks svg stats histogram digest total show metadata checkpoints imports suggest_family check
         diff html depth""",
     ),
-    ("Which tensors", "filter_ dtype min_size sort"),
-    ("How to merge", "seed rng missing vocab allow_nonfinite report card"),
-    ("How to quantize", "block scale_dtype quant_method code static_act edge keep include keep_preset no_mtp"),
-    ("KV cache and devices", "batch max_model_len utilization"),
+    ("Comparison and check", "headers_only values atol rtol findings check_total_size"),
+    ("Paddle programs", "params names program fix index header"),
+    ("How to merge", "output method weights base param seed rng missing vocab allow_nonfinite report card"),
+    ("How to quantize", "recipe block scale_dtype quant_method code static_act edge keep include keep_preset no_mtp"),
+    ("KV cache and devices", "kv tokens max_model_len batch gpu utilization"),
     ("Training", "train zero dp grad master moment fp8_transposed"),
     ("Source", "config from_ tp pp ep etp sharding family split rank_pattern select part also"),
     (
@@ -42,11 +43,14 @@ _GROUPS = (
         """to version native_names tp_out pp_out ep_out etp_out pp_layout sharding_out ranks_out max_shard_size
         vocab_multiple vocab_pad""",
     ),
-    ("Tensors", "only masters ema remove_keys keep_keys rename aoa dtype dequant requant fuse betas"),
-    ("Run", "dry_run force resume verify workers memory manifest"),
+    (
+        "Tensors",
+        "filter_ min_size sort only masters ema remove_keys keep_keys rename aoa dtype dequant requant fuse betas",
+    ),
+    ("Run", "link dry_run force resume verify workers memory manifest"),
     ("Many machines", "on shares"),
     ("Other machines", "anonymous create_pr"),
-    ("Output", "check_total_size by unit json quiet verbose short_help help"),
+    ("Output", "by unit json quiet verbose short_help help"),
 )
 """Headings of all other options, and both in their order; what is listed nowhere comes before them under "Options"."""
 
@@ -184,9 +188,17 @@ class Command(TyperCommand):
                 formatter.write_text(text)
 
 
-def sections(command: str, parameters: Iterable[Any]) -> dict[str, list[Any]]:
-    """A command's parameters by the headings of its help, in their order there, without hidden ones."""
-    first = _FIRST.get(command, "").split()
+def titles() -> list[str]:
+    """The headings of options, in their order."""
+    return ["Options", *(about for about, _ in _GROUPS)]
+
+
+def sections(command: str, parameters: Iterable[Any], *, common: bool = True) -> dict[str, list[Any]]:
+    """A command's parameters by the headings of its help, in their order there, without hidden ones.
+
+    Without ``common``, the options that most people use are below the heading of their topic, too.
+    """
+    first = _FIRST.get(command, "").split() if common else []
     heading = {n: about for about, names in _GROUPS for n in names.split()} | dict.fromkeys(first, COMMON)
     order = [*first, *heading]
     found: dict[str, list[Any]] = {"Arguments": [], COMMON: [], "Options": [], **{about: [] for about, _ in _GROUPS}}
@@ -223,9 +235,11 @@ def usage_words(command: Any) -> list[str]:
 
 def described(option: Any) -> str:
     """An option's help, with what is the same to say of many: that it can be repeated, and its default."""
-    notes = [(option.help or "").removesuffix(".")]
+    text = option.help or ""
+    notes = [text if text.endswith("...") else text.removesuffix(".")]
     if option.multiple:
         notes[0] += " (repeatable)"
     if option.default not in (None, False, "", ()) and option.show_default:
         notes.append(f"default: {option.default}")
-    return "; ".join(notes) + "."
+    said = "; ".join(notes)
+    return said if said.endswith("...") else f"{said}."

@@ -110,7 +110,7 @@ def merge(
     shown: options.OutputFlags,
     verbose: options.Verbose = False,
 ) -> None:
-    """Write one checkpoint out of several, or out of the shards of one."""
+    """Merge several models into one, or the shards of one into whole tensors."""
     from ckpttool.ops.merge import MergeOptions, execute, prepare, prepare_one
     from ckpttool.recipe.flags import asked
     from ckpttool.recipe.read import is_recipe

@@ -28,9 +28,7 @@ def quantize(
     *,
     src: options.Src,
     dst: options.Dst,
-    to: Annotated[
-        str, value("--to", "DTYPE", f"Dequantize instead: {either(choices.PRECISIONS)}.", choices.PRECISIONS)
-    ] = "",
+    to: Annotated[str, value("--to", "DTYPE", f"Dequantize to {either(choices.PRECISIONS)}.", choices.PRECISIONS)] = "",
     how: CastOptions,
     max_shard_size: options.MaxShard = "",
     source: Annotated[
@@ -41,7 +39,7 @@ def quantize(
     flags: options.RunFlags,
     shown: options.OutputFlags,
 ) -> None:
-    """Write SRC with its weights quantized (FP8, MXFP4, NVFP4), or dequantized with --to."""
+    """Quantize weights to FP8, MXFP4 or NVFP4; with --to, dequantize them."""
     from ckpttool.ops.fp8_cast import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.quant.keep import Keep

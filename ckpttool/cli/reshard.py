@@ -74,7 +74,7 @@ def reshard(
     shown: options.OutputFlags,
     verbose: options.Verbose = False,
 ) -> None:
-    """Write SRC for another number of ranks, in another format or under other names."""
+    """Change a checkpoint's parallelism, format, names or dtypes."""
     from ckpttool.ops.reshard import execute, prepare
     from ckpttool.report import reshard as report
     from ckpttool.report.render import show

@@ -98,7 +98,7 @@ def size(
     ],
     shown: options.OutputFlags,
 ) -> None:
-    """Estimate the disk and GPU memory of SRC (a checkpoint or a config.json) in FP8, with its KV cache."""
+    """Estimate disk and GPU memory from a checkpoint or a config.json; with --gpu, does it fit?"""
     from ckpttool.ops.fp8_size import Question, answer
     from ckpttool.ops.fp8_size.answer import BY
     from ckpttool.ops.fp8_size.stored import WantedRecipe

@@ -36,7 +36,7 @@ LOOKED_AT = {
     "index.html",
     "merge.html",
     "merge/methods.html",
-    "reference/reshard.html",
+    "reference.html",
     "formats.html",
     "coming-from.html",
 }

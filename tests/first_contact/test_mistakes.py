@@ -453,7 +453,7 @@ OTHERS = {
     "vLLM's long option": ("reshard {LLAMA} o --tensor-parallel-size 4", "--tp-out for the ranks of DST"),
     "Paddle's spelling": ("reshard {LLAMA} o --tensor_parallel_size 4", "--tp-out for the ranks of DST"),
     "no command": ("{LLAMA}", "a command comes first: `ckpttool inspect {LLAMA}`"),
-    "two checkpoints": ("inspect {ONE} {TWO}", "to compare: --diff {TWO}"),
+    "two checkpoints": ("inspect {ONE} {TWO}", "to compare: `ckpttool diff {ONE} {TWO}`"),
     "a GPU's number": ("fp8-size {LLAMA} --gpu 4090", "did you mean rtx4090; one of "),
     "a GPU's name": ("fp8-size {LLAMA} --gpu h1000", "did you mean h100; one of "),
     "a part of names": ("inspect {LLAMA} --filter q_proj", "did you mean '*q_proj*'?"),
