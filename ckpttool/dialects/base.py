@@ -72,9 +72,9 @@ class Dialect(ABC):
         """Whether its own software knows the tensors that ``target`` makes with all fusions, or without any."""
         return True
 
-    def check_known(self, family: Family, shapes: Shapes, where: str) -> None:
-        """Raises LayoutError for tensors that may lie either way, before they become another dialect's, or this one's
-        of another's."""
+    def check_known(self, context: NamingContext, shapes: Shapes, root: str) -> None:
+        """Raises LayoutError where the model is not known and would have to be, before its tensors become another
+        dialect's, or this one's of another's. ``root`` is the directory of SRC."""
 
     def uncut(self, context: NamingContext, after: Statements, shapes: Shapes, held: Sequence[str]) -> tuple[str, ...]:
         """Patterns of the tensors to write whole on every rank; ``held`` are those that the source held whole.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.layout.family import Family
 from ckpttool.layout.statements import Fuse
+from ckpttool.layout.unknown import unknown_model
 
 PUBLISHED = "hf"
 """The names that the rules of a family file are for."""
@@ -25,6 +26,10 @@ class FamilyDialect(Dialect):
         self.name = name
         self.published = self.whole_alone = name == PUBLISHED
         self.packs = name in PACKING
+
+    def check_known(self, context: NamingContext, shapes: Shapes, root: str) -> None:
+        if context.family.name == "none" and not self._is_published_by(context.family):
+            raise unknown_model(f"the names of {self.name} depend on the model", shapes, context.config, root)
 
     def target(self, context: NamingContext, shapes: Callable[[], Shapes]) -> Statements:
         """The statements of the family file, plus all its fusions if ``fused``.
@@ -56,5 +61,7 @@ class FamilyDialect(Dialect):
 
     def statements(self, family: Family, *, staged: bool = False) -> Statements:
         """The statements of the family file; ``staged``: over pipeline stages. Raises UnsupportedError without any."""
-        unchanged = self.published or (self.name == _MEMORY and _MEMORY not in family.spec.namings)
-        return () if unchanged else family.statements(self.name, staged=staged)
+        return () if self._is_published_by(family) else family.statements(self.name, staged=staged)
+
+    def _is_published_by(self, family: Family) -> bool:
+        return self.published or (self.name == _MEMORY and _MEMORY not in family.spec.namings)

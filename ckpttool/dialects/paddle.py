@@ -22,7 +22,7 @@ from typing import Any
 from ckpttool.core.catalog import RankTensor, StoredTensor
 from ckpttool.dialects.base import Dialect, NamingContext, Shapes, Statements
 from ckpttool.dialects.paddle_whole import WholeTensors, hf_name, kept_whole
-from ckpttool.errors import ConflictError, LayoutError
+from ckpttool.errors import ConflictError
 from ckpttool.formats.config import whole_number
 from ckpttool.formats.paddle import TARGETS, TRANSPOSED, base_prefix, is_linear, module_of, software, target_config
 from ckpttool.layout.family import Family
@@ -30,6 +30,7 @@ from ckpttool.layout.names import expand, pattern_of, pattern_regex
 from ckpttool.layout.rules import PartitionContext
 from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Fuse, Rename, Transform, Transpose
+from ckpttool.layout.unknown import unknown_model
 
 _NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "deepseek_v2", "deepseek_v3", "yuan")
 """Model types whose base model PaddleNLP names like the type."""
@@ -122,15 +123,11 @@ class PaddleDialect(Dialect):
         ]
         return (*(op for op in own if isinstance(op, Fuse)), *more, *turned)
 
-    def check_known(self, family: Family, shapes: Shapes, where: str) -> None:
+    def check_known(self, context: NamingContext, shapes: Shapes, root: str) -> None:
         odd = next((n for n, shape in shapes.items() if len(shape) == 2 and module_of(n) in TRANSPOSED), None)
-        if family.name == "none" and odd is not None:
-            raise LayoutError(
-                f"`{odd}` and its like are [in, out] in Paddle's formats and [out, in] in others, and which of these"
-                " tensors that concerns is not known: there is no family",
-                where=where,
-                hint="put the model's config.json beside the checkpoint, or pass --family NAME",
-            )
+        if context.family.name == "none" and odd is not None:
+            why = "which weights Paddle stores transposed depends on the model"
+            raise unknown_model(why, shapes, context.config, root, [odd])
 
     def single(self, context: NamingContext) -> tuple[str, ...]:
         nlp = (context.version or TARGETS[0]).startswith("paddlenlp")

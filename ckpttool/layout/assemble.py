@@ -28,6 +28,7 @@ from ckpttool.core.files import DataFile
 from ckpttool.core.geometry import Box, uncovered, whole
 from ckpttool.core.mesh import Coords, share
 from ckpttool.core.optimizer_states import SCALARS
+from ckpttool.core.words import count
 from ckpttool.errors import ConflictError, LayoutError
 from ckpttool.formats.config import quantization
 from ckpttool.layout.family import Family, Placement
@@ -45,6 +46,7 @@ from ckpttool.layout.rules import (
 )
 from ckpttool.layout.scales import block_of, config_block, is_per_tensor_scale, single_block, weight_of
 from ckpttool.layout.statements import Transform
+from ckpttool.layout.unknown import unknown_model
 
 LAYER = re.compile(r"(?<![^.])(?:layers?|h|blocks?|blk)\.(\d{1,18})(?![^.])")
 """The layer number of a name in any naming."""
@@ -74,32 +76,21 @@ def cannot_cut(
     )
 
 
-def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any]) -> LayoutError:
-    """The error that lists tensors without a rule, one line per name template."""
+def no_rule(names: Iterable[str], family: Family, config: Mapping[str, Any], root: str = "") -> LayoutError:
+    """The error that lists tensors without a rule, one line per name template; ``root`` is the directory of SRC."""
+    names = list(names)
     templates = sorted({split_numbers(n)[0].replace("#", "{n}") for n in names})
     shown = templates[:12] + ([f"... and {len(templates) - 12} more"] if len(templates) > 12 else [])
     first = templates[0].replace("{n}", "*")
-    single = f"--replicate '{first}' or --split '{first}=0' (the axis that is cut)"
-    origin = f"family `{family.name}`"
-    hint = f"specify how they are held: {single}, or --family NAME|FILE.yaml"
-    if family.name == "none" and not config:
-        origin = "no family (there is no config.json)"
-        hint = f"put the model's config.json beside the weights, or specify how they are held: {single}"
-    elif family.name == "none":
-        origin = f"no family (config.json names none that is known: model_type `{config.get('model_type')}`)"
-        from ckpttool.layout.nearest import fitting, nearest
-
-        if known := fitting(names):
-            hint = f"if the model is built like those of a family with such names: --family {', '.join(known[:3])}"
-        elif near := nearest(names):
-            hint = (
-                f"the nearest family is `{near.family}`, whose rules name {near.named} of {near.kinds} kinds of tensor;"
-                f" ckpttool inspect SRC --suggest-family prints a file to start from, for --family. Or {single}"
-            )
+    specify = f"specify how they are held: --replicate '{first}' or --split '{first}=0' (the axis that is cut)"
+    kinds = count(len(templates), "kind")
+    if family.name == "none":
+        why = f"how {kinds} of tensor {'is' if len(templates) == 1 else 'are'} cut depends on the model"
+        return unknown_model(why, names, config, root, shown, specify)
     return LayoutError(
-        f"no layout rule names {len(templates)} kind{'s' if len(templates) > 1 else ''} of tensor",
-        where=[origin, *shown],
-        hint=hint,
+        f"no layout rule names {kinds} of tensor",
+        where=[f"family `{family.name}`", *shown],
+        hint=f"{specify}, or --family NAME|FILE.yaml",
     )
 
 
@@ -118,6 +109,8 @@ class Assembler:
     """The rows that pad the vocabulary may hold anything."""
     wholes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of logical tensors that are known already, for stored tensors of ``SHAPE_FROM_RULES``."""
+    root: str = ""
+    """The directory of the source, where config.json belongs."""
     _locals: dict[Any, RankShare] = field(default_factory=dict)
     _coords: list[Coords] = field(default_factory=list)
 
@@ -133,7 +126,7 @@ class Assembler:
         weights = {n: w for n in named if n not in packed and (w := weight_of(n, named)) is not None}
         missing = [n for n in named if n not in known and n not in weights]
         if missing:
-            raise no_rule(missing, self.family, self.config)
+            raise no_rule(missing, self.family, self.config, self.root)
         tensors: dict[str, LogicalTensor] = {}
         for name, group in named.items():
             if name not in weights and name not in packed:

@@ -66,6 +66,7 @@ def catalog_of(
                 capabilities.local_layers,
                 free_padding=capabilities.free_padding,
                 wholes=wholes,
+                root=str(stored.root),
             )
             try:
                 found = assembler.run(tensors)

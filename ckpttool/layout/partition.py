@@ -71,6 +71,8 @@ class Partitioner:
     """Names in the output (--rename) where they differ; rules go by the name."""
     flag: str = "out"
     """Flags that a hint names: --tp-out, or --tp."""
+    root: str = ""
+    """The directory of the source, where config.json belongs."""
     _locals: dict[Any, tuple[RankShare, tuple[Box, ...]]] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[WholeTensor], ranks: Iterable[int] | None = None) -> list[RankTensors]:
@@ -166,7 +168,7 @@ class Partitioner:
             else:
                 out.tensors.append(_CutTensor(t, place, base, blocks))
         if missing:
-            raise no_rule(missing, self.family, self.config)
+            raise no_rule(missing, self.family, self.config, self.root)
         return out
 
     def _owners(self, placed: Sequence[_CutTensor]) -> dict[int, int]:

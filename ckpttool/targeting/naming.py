@@ -66,7 +66,7 @@ def renamed(
         return views, ours.detect(context, held)
     if not same:
         for one in (source.dialect, ours):
-            one.check_known(family, held(), str(source.path / "config.json"))
+            one.check_known(context, held(), str(source.stored.root))
 
     @cache
     def canonical() -> TensorTable:

@@ -62,7 +62,7 @@ def share_out(
     own = goal.writer.whole if isinstance(goal.writer, HoldsWhole) else ()
     family = source.family.with_whole((*own, *named.uncut))
     chosen = chosen_ranks(goal.target, goal.mesh)
-    partitioner = _partitioner(family, goal, named, cast)
+    partitioner = _partitioner(family, goal, named, cast, str(source.stored.root))
     if goal.target.pp or goal.target.pp_layout:  # also where the software that loads DST divides the layers
         partitioner.stages((v.name for v in named.ruled), goal.requested)
     held = partitioner.run(named.ruled, chosen)
@@ -111,7 +111,9 @@ def _output_dtype(
     return cast
 
 
-def _partitioner(family: Family, goal: Goal, named: OutputTensors, cast: Callable[[str, str], str]) -> Partitioner:
+def _partitioner(
+    family: Family, goal: Goal, named: OutputTensors, cast: Callable[[str, str], str], root: str
+) -> Partitioner:
     capabilities = goal.writer.capabilities
     context = PartitionContext(
         goal.mesh,
@@ -129,6 +131,7 @@ def _partitioner(family: Family, goal: Goal, named: OutputTensors, cast: Callabl
         local_layers=capabilities.local_layers,
         tied=family.tied and not any(isinstance(op, Tie) for op in named.statements),
         names=named.names,
+        root=root,
     )
 
 

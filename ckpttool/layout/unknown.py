@@ -1,0 +1,39 @@
+"""The error for a model of which no family is known: what is missing, where it was looked for, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ckpttool.core.words import either
+from ckpttool.errors import LayoutError
+
+
+def unknown_model(
+    why: str, names: Iterable[str], config: Mapping[str, Any], root: str, shown: Sequence[str] = (), other: str = ""
+) -> LayoutError:
+    """The error for a checkpoint whose config.json is missing, or names no model that is known.
+
+    ``why`` is what depends on the model. ``names`` are Hugging Face's names of its tensors, by which families are
+    suggested; ``shown`` are those that the error lists. ``root`` is where config.json belongs, "" where nobody knows.
+    ``other`` is another way out.
+    """
+    from ckpttool.layout.nearest import fitting, nearest
+
+    names = list(names)
+    place = [f"{root}/config.json"] if root else []
+    known, more = fitting(names)[:3], f"; or {other}" if other else ""
+    if not config:
+        hint = "put the model's config.json there, or pass --family" + (f" {either(known)}" if known else " NAME")
+        return LayoutError(f"config.json is missing, and {why}", where=[*place, *shown], hint=hint + more)
+    what = f"config.json names no known model (model_type `{config.get('model_type')}`), and {why}"
+    if known:
+        hint = f"if the model is built like those of a family with such names: --family {either(known)}"
+    elif near := nearest(names):
+        hint = (
+            f"the nearest family is `{near.family}`, whose rules name {near.named} of {near.kinds} kinds of tensor:"
+            " `ckpttool inspect SRC --suggest-family` prints a file to start from, for --family"
+        )
+    else:
+        hint = "pass --family NAME|FILE.yaml"
+    return LayoutError(what, where=[*place, *shown], hint=hint + more)
