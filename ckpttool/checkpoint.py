@@ -15,7 +15,7 @@ from ckpttool.core.files import AnyPlace, Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, dialect, recognize
 from ckpttool.errors import ConflictError, IncompleteError, UsageError
-from ckpttool.formats.base import Capabilities, ChecksItself, OpenOptions, StoredCheckpoint
+from ckpttool.formats.base import Capabilities, ChecksItself, OpenOptions, StoredCheckpoint, check_mesh
 from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import read_source, reader
 from ckpttool.layout.components import catalog_of, family_of
@@ -88,7 +88,10 @@ def open_checkpoint(path: AnyPlace, options: OpenOptions | None = None) -> Check
     UnsupportedError.
     """
     options, place = options or OpenOptions(), parse_place(path)
-    return assemble(read_source(place, options.format, options.mesh, complete=True), place, options)
+    stored = read_source(place, options.format, options.mesh, complete=True)
+    if stored.mesh.world == 1 and not stored.cut:
+        check_mesh(stored.format, {"tp": 1, "pp": 1, "ep": 1, "etp": 1}, options.mesh, place)
+    return assemble(stored, place, options)
 
 
 def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family: Family | None = None) -> Checkpoint:

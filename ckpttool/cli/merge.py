@@ -141,7 +141,7 @@ def merge(
     if how.report is not None:
         report.check_report(prepared, output, run, how.report)
     if flags.dry_run:
-        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run, output), as_json=shown.json, quiet=shown.quiet)
         return
     measure = how.report is not None
     result = execute(prepared, output, run, shown.progress(flags), verify=flags.verify, measure=measure)

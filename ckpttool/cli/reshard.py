@@ -82,7 +82,7 @@ def reshard(
     opened, target, run = source.open_options(flags.pipeline_parts()), out.target(), flags.options()
     prepared = prepare(src, opened, target, out.selection(), recoding(out.dequant, out.requant))
     if flags.dry_run:
-        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run, dst), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
     show(report.document(result, verbose=verbose), as_json=shown.json, quiet=shown.quiet)

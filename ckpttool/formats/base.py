@@ -502,7 +502,9 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
             raise ConflictError(
                 f"--{name} {said} contradicts the checkpoint, which is {name} {read[name]} ({format_name})",
                 where=str(where),
-                hint=f"drop --{name}: it is read from the checkpoint. What is written is --{name}-out",
+                hint=f"did you mean --{name}-out {said}? --{name} describes SRC"
+                if read[name] == 1
+                else f"drop --{name}: it is read from the checkpoint. What is written is --{name}-out",
             )
 
 

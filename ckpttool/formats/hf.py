@@ -95,7 +95,7 @@ class HuggingFace:
             raise ConflictError(
                 f"--{k} {v} contradicts the checkpoint: Hugging Face files hold whole tensors",
                 where=str(listing.root),
-                hint=f"drop --{k}, or give --rank-pattern when these are one rank's tensors each",
+                hint=f"did you mean --{k}-out {v}? --{k} describes SRC; for files of one rank each, add --rank-pattern",
             )
         names, found, index, notes = _shards(listing)
         stored = base.read_files(self.name, listing, [(n, 0) for n in names], Mesh())

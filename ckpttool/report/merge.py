@@ -118,7 +118,7 @@ def _from_where(groups: Sequence[TensorOrigin]) -> list[tuple[str, str]]:
     return [("" if i else "from", row) for i, row in enumerate(rows)]
 
 
-def plan_document(prepared: PreparedMerge, run: RunOptions) -> Document:
+def plan_document(prepared: PreparedMerge, run: RunOptions, place: AnyPlace) -> Document:
     """``--dry-run``: the files that would be written, and what that takes."""
     dst = prepared.target
     plan = dst.plan
@@ -132,6 +132,7 @@ def plan_document(prepared: PreparedMerge, run: RunOptions) -> Document:
             "target": target.target_json(dst),
             "buffers": run.memory,
             "peak_memory_estimate": target.peak_memory(run),
+            **target.space_json(plan, place),
             **target.share_json(plan, run),
             "files": target.files_json(plan),
             "notes": dst.notes,
@@ -148,6 +149,7 @@ def plan_document(prepared: PreparedMerge, run: RunOptions) -> Document:
         yield from [("", line) for line in target.share_lines(plan, run)]
         yield from target.target_rows(dst)
         yield target.memory_row(run)
+        yield target.space_row(plan, place)
 
     def sections() -> Iterator[Section]:
         yield Overview(list(rows()))

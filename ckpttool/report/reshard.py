@@ -11,6 +11,7 @@ from ckpttool.report import target
 from ckpttool.report.target import EQUAL, RECOMPUTED, contents, ranked
 
 if TYPE_CHECKING:
+    from ckpttool.core.files import AnyPlace
     from ckpttool.execute import RunOptions
     from ckpttool.ops.reshard import ReshardResult
     from ckpttool.targeting.build import Prepared
@@ -30,7 +31,7 @@ def _source(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def plan_document(prepared: Prepared, run: RunOptions) -> Document:
+def plan_document(prepared: Prepared, run: RunOptions, dst: AnyPlace) -> Document:
     """``--dry-run``: the files that would be written, and what that takes."""
     plan = prepared.plan
 
@@ -43,6 +44,7 @@ def plan_document(prepared: Prepared, run: RunOptions) -> Document:
             "units": len(plan.units),
             "buffers": run.memory,
             "peak_memory_estimate": target.peak_memory(run),
+            **target.space_json(plan, dst),
             **target.share_json(plan, run),
             "files": target.files_json(plan),
             "notes": prepared.notes,
@@ -57,7 +59,9 @@ def plan_document(prepared: Prepared, run: RunOptions) -> Document:
         ]
         lines = [f"{count(plan.boxes, 'slice')} to copy", *target.share_lines(plan, run)]
         work = [("" if i else "work", line) for i, line in enumerate(lines)]
-        yield Overview([*first, *target.target_rows(prepared), *work, target.memory_row(run)])
+        yield Overview(
+            [*first, *target.target_rows(prepared), *work, target.memory_row(run), target.space_row(plan, dst)]
+        )
         yield target.files_table(plan)
 
     return Document(json, sections, prepared.notes, len(plan.outputs))

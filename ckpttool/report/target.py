@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Message, Paragraph, Section, Table
@@ -14,7 +15,7 @@ from ckpttool.errors import plain
 from ckpttool.report.text import ranks
 
 if TYPE_CHECKING:
-    from ckpttool.core.files import Place
+    from ckpttool.core.files import AnyPlace, Place
     from ckpttool.core.mesh import Mesh
     from ckpttool.core.plan import Plan
     from ckpttool.execute import RunOptions, RunResult
@@ -106,6 +107,29 @@ def target_rows(target: Prepared) -> list[tuple[str, str]]:
 def memory_row(run: RunOptions) -> tuple[str, str]:
     """Memory of the process that makes the plan and carries it out."""
     return ("memory", f"{short(peak_memory(run))} at most, of which {short(run.memory)} are buffers (--memory)")
+
+
+def space_json(plan: Plan, dst: AnyPlace) -> dict[str, Any]:
+    """The disk space that DST needs, and whether it is there."""
+    from ckpttool.execute.destinations.local import disk_space
+    from ckpttool.storage.place import parse_place
+
+    space = disk_space(plan, parse_place(dst))
+    return {"disk": {"needed": space.needed, "free": space.free, "fits": space.fits, "replaces": space.replaces}}
+
+
+def space_row(plan: Plan, dst: AnyPlace) -> tuple[str, str]:
+    """The same for people."""
+    from ckpttool.storage.place import parse_place
+
+    disk = space_json(plan, dst)["disk"]
+    need, free = short(max(disk["needed"], 0)), disk["free"]
+    if not isinstance(parse_place(dst), Path):
+        return ("upload", need)
+    text = f"needs {need}" + ("" if free is None else f", {short(free)} free")
+    if disk["fits"] is False:
+        text += ": not enough, the run would be refused"
+    return ("disk", text + ("; the old DST stays until the new one is complete" if disk["replaces"] else ""))
 
 
 # -- after a run

@@ -216,13 +216,13 @@ def refusal(source: Source, target: Target) -> str:
     megatron = WRITERS[str(target[0])].dialect == "megatron"
     cut = any(o in ("--tp-out", "--pp-out") and n != 1 for o, n in pairwise(target))
     if cut and not source.family and not megatron:
-        return "no layout rule names"
+        return "cut depends on the model"
     if source.float8 and target[0] == "hybrid":
         return "they do not record dtypes"
     if not source.family and source.paddle and capabilities.states == "torch":
-        return "which of these tensors that concerns is not known: there is no family"
+        return "which weights Paddle stores transposed depends on the model"
     if megatron:
-        return source.megatron if source.family else "family `none` has no megatron naming"
+        return source.megatron if source.family else "the names of megatron depend on the model"
     return ""
 
 

@@ -40,3 +40,16 @@ def test_the_result_says_all_sizes(target: str, dry: bool, tmp_path: Path) -> No
     assert f"{target}, tp 2, pp 2 (4 ranks)" in done.out + done.err
     mesh = json.loads(reshard(SOURCE, tmp_path / "json", *options, "--json").out)["target"]["mesh"]
     assert (mesh["tp"], mesh["pp"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["hf_tiny_source", "megatron/dist/llama_tp2", "paddle_unified/pf041_qwen2_bf16_tp2", "gguf/llama_q8_0",
+     "dcp/titan_llama3/checkpoint", "torch/train", "torch/deepspeed/z1", "paddle_flex/tp2_dp2"],
+)  # fmt: skip
+@pytest.mark.parametrize("size", ["tp", "pp", "ep"])
+def test_sizes_of_whole_tensors_are_those_of_dst(source: str, size: str, tmp_path: Path) -> None:
+    """Some readers ignored them."""
+    said = refused(SOURCE.parent / source, tmp_path / "out", "--to", "hf", f"--{size}", 2)
+    assert f"--{size} 2 contradicts the checkpoint" in said
+    assert f"did you mean --{size}-out 2? --{size} describes SRC" in said

@@ -27,8 +27,9 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpttool.core.files import Place
 from ckpttool.core.plan import Plan
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
@@ -54,6 +55,33 @@ SLACK = 16 << 20
 """Free space that stays beside the output: directories, journal, the filesystem's own records."""
 PATIENCE = 5.0
 """Seconds to wait for a lock. Workers of a run that was killed hold it until they are gone too: they could write."""
+
+
+class DiskSpace(NamedTuple):
+    """What a run adds to the file system of DST; to another machine it uploads as much."""
+
+    needed: int
+    """Bytes."""
+    free: int | None
+    """Bytes; None where it is not known: on another machine, and without a parent directory of DST."""
+    replaces: bool
+    """Whether there is a DST, which stays until the new one is complete."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a run would begin; None where it is not known."""
+        return None if self.free is None else self.needed <= 0 or self.free >= self.needed + SLACK
+
+
+def disk_space(plan: Plan, dst: Place) -> DiskSpace:
+    """The space that a run needs at ``dst``, before it writes anything."""
+    if isinstance(dst, Path):
+        return LocalDestination(dst).space(plan)
+    return DiskSpace(_written_bytes(plan), None, replaces=False)
+
+
+def _written_bytes(plan: Plan) -> int:
+    return sum(o.size for o in plan.outputs if not o.link)
 
 
 class LocalDestination:
@@ -145,20 +173,24 @@ class LocalDestination:
 
     def check_space(self, plan: Plan) -> None:
         """Raises OutputError when the filesystem has less room than the outputs need."""
-        held = allocated(self.partial)
-        missing = sum(o.size for o in plan.outputs if not o.link) - held
-        try:
-            st = os.statvfs(self.path.parent)
-        except OSError:
-            return
-        free = st.f_bavail * st.f_frsize
-        if missing > 0 and free < missing + SLACK:
+        space = self.space(plan)
+        if space.fits is False:
             raise OutputError(
-                f"not enough space: {missing:,} bytes and {SLACK >> 20} MiB to spare are needed,"
-                f" {free:,} bytes are free",
+                f"not enough space: {space.needed:,} bytes and {SLACK >> 20} MiB to spare are needed,"
+                f" {space.free:,} bytes are free",
                 where=str(self.path.parent),
                 hint="make room, or choose a DST on another disk",
             )
+
+    def space(self, plan: Plan) -> DiskSpace:
+        """The space that a plan needs; what an interrupted run has written is there already."""
+        needed = _written_bytes(plan) - allocated(self.partial)
+        try:
+            st = os.statvfs(self.path.parent)
+        except OSError:
+            return DiskSpace(needed, None, replaces=False)
+        replaces = os.path.lexists(self.path) and not self._is_empty_directory()
+        return DiskSpace(needed, st.f_bavail * st.f_frsize, replaces)
 
     # -- other machines
 
