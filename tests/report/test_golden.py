@@ -198,17 +198,6 @@ def test_json(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 WIDTHS = (80, 120)
-_TAGS = {
-    "1;31": "red",
-    "32": "green",
-    "33": "yellow",
-    "35": "magenta",
-    "36": "cyan",
-    "94": "blue",
-    "1": "b",
-    "2": "dim",
-}
-ESCAPE = re.compile(r"\x1b\[([0-9;]+)m")
 
 
 def shown(words: str, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
