@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.plan import Plan
+from ckpttool.core.words import short
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
@@ -154,8 +155,7 @@ class LocalDestination:
         free = st.f_bavail * st.f_frsize
         if missing > 0 and free < missing + SLACK:
             raise OutputError(
-                f"not enough space: {missing:,} bytes and {SLACK >> 20} MiB to spare are needed,"
-                f" {free:,} bytes are free",
+                f"not enough space: {short(missing)} and {SLACK >> 20} MiB to spare are needed, {short(free)} are free",
                 where=str(self.path.parent),
                 hint="make room, or choose a DST on another disk",
             )
