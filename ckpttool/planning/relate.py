@@ -22,6 +22,7 @@ from ckpttool.core.dtypes import nbytes
 from ckpttool.core.geometry import Box, whole
 from ckpttool.core.optimizer_states import SCALARS
 from ckpttool.core.patterns import bounded, nearest_hint, renamer
+from ckpttool.core.words import count, short
 from ckpttool.errors import ConflictError, IncompleteError, LayoutError, UnsupportedError, UsageError
 from ckpttool.layout import statements as transforms
 from ckpttool.layout.assemble import LAYER, is_bias
@@ -464,7 +465,7 @@ def _drop_layers(views: TensorTable, op: transforms.DropLayers, family: Family) 
     if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
         views.notes.append(
-            f"{len(dropped)} tensors ({size:,} bytes) of layers from {limit} on are left out:"
+            f"{count(len(dropped), 'tensor')} ({short(size)}) of layers from {limit} on left out:"
             " the target has no multi-token-prediction layer"
         )
     return replace(views, table=kept)
@@ -475,7 +476,7 @@ def _drop(views: TensorTable, op: transforms.Drop) -> TensorTable:
     if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
         views.notes.append(
-            f"{len(dropped)} tensors ({size:,} bytes) are left out, which the target does not store:"
+            f"{count(len(dropped), 'tensor')} ({short(size)}) left out, which the target does not store:"
             f" {dropped[0].name}" + (", ..." if len(dropped) > 1 else "")
         )
     return replace(views, table=kept)
@@ -692,9 +693,9 @@ def _check_lengths(
     layer = axes.layer(parts[0].name)
     counts = [1 if not u else int(u) if u.isdigit() else axes.family.size(u, layer) for u in op.units]
     first = parts[0]
-    for part, count, units in zip(parts, counts, op.units, strict=True):
-        if count and counts[0] and part.shape[axis] * counts[0] != first.shape[axis] * count:
-            said = f"{counts[0]} `{op.units[0]}` and {count} `{units}`" if op.units[0] else "equal parts"
+    for part, each, units in zip(parts, counts, op.units, strict=True):
+        if each and counts[0] and part.shape[axis] * counts[0] != first.shape[axis] * each:
+            said = f"{counts[0]} `{op.units[0]}` and {each} `{units}`" if op.units[0] else "equal parts"
             raise LayoutError(
                 f"`{first.name}` {list(first.shape)} and `{part.name}` {list(part.shape)} cannot be fused into"
                 f" `{whole_name}`: they are not as long as {said}",

@@ -22,7 +22,7 @@ from ckpttool.report.convert_json import program_lines
 from ckpttool.report.findings import parsed, write_findings
 from ckpttool.report.meters import LONGEST, bar, histogram
 from ckpttool.report.render import draws, show
-from ckpttool.report.style import BOLD, coloured, column_colours
+from ckpttool.report.style import BOLD, coloured, column_colours, styled
 from ckpttool.report.tables import fit
 from ckpttool.report.text import aligned, columns_of, width
 from ckpttool.storage.place import resolved
@@ -155,15 +155,13 @@ def _bars(section: HistogramBars) -> None:
 
 
 def _summary(listing: TensorListing) -> str:
-    """A few lines: what it is, how large, and which components or dtypes."""
+    """A few lines: where it is, how large, and which components or dtypes."""
     from ckpttool.formats.paddle import Native
-    from ckpttool.ops.inspect.identity import identify
     from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 
     stored = listing.stored
     mesh = f", {mesh_text(stored)}" if stored.mesh.world > 1 or stored.cut or sharding_of(stored) > 1 else ""
     lines = [
-        identify(listing).headline,
         f"{plain(str(listing.path))}: {listing.format}{mesh}, {count(len(listing.files), 'file')}",
     ]
     chosen = f" of {listing.tensors:,}" if len(listing.rows) != listing.tensors else ""
@@ -199,6 +197,8 @@ def _derived(total: ComponentTotal) -> str:
 @draws
 def _tree(section: TreeDrawing) -> None:
     """Names with numbers collapsed, as a tree for each component."""
+    from ckpttool.ops.inspect.identity import identify
+
     answer = section.answer
     trees, roots, shown = answer.trees, answer.roots, answer.lines
     rows: list[tuple[str, ...]] = [("", "dtype", "shape", "tensors", "size", " ")]
@@ -221,19 +221,16 @@ def _tree(section: TreeDrawing) -> None:
         sizes += [line.times * line.node.nbytes for line in shown[component]]
     total = sum(r.nbytes for r in roots.values())
     cells, right = _with_shares(rows, sizes, total) if text.on_terminal() else (rows, {3, 4})
-    colours = column_colours(cells[0])
-    colour = (lambda row, column, cell: BOLD if row in heads else colours(row, column, cell)) if _colours() else None
+    colours = column_colours(cells[0]) if coloured(sys.stdout) else None
+    colour = colours and (lambda row, column, cell: BOLD if row in heads else colours(row, column, cell))
     lined = text.aligned(cells, right, colour=colour).splitlines(keepends=True)
+    headline = _fold(identify(answer.listing).headline + "\n")
+    text.put(styled(headline, BOLD) if colours else headline, sys.stdout)
     text.write(_summary(answer.listing) + "\n")
-    text.put("".join(_folded(between.get(i, "")) + line for i, line in enumerate(lined)), sys.stdout)
+    text.put("".join(_fold(between.get(i, "")) + line for i, line in enumerate(lined)), sys.stdout)
 
 
-def _colours() -> bool:
-    """Whether what is drawn has colours."""
-    return coloured(sys.stdout)
-
-
-def _folded(line: str) -> str:
+def _fold(line: str) -> str:
     return "".join(text.fold(part) + "\n" for part in line.splitlines()) if text.on_terminal() else line
 
 

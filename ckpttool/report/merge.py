@@ -12,6 +12,7 @@ from ckpttool.answers.fields import pick
 from ckpttool.core.words import count, short
 from ckpttool.errors import OutputError, plain
 from ckpttool.report import target
+from ckpttool.report.text import exact
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
@@ -208,7 +209,7 @@ def document(result: MergeResult, *, verbose: bool = False, page: Path | None = 
     def sections() -> Iterator[Section]:
         yield from target.resumed(run)
         if verbose:
-            yield Message(f"read {short(run.bytes_read)}; writes: {run.policy}")
+            yield Message(f"read {exact(run.bytes_read)}; writes: {run.policy}")
         models = "" if prepared.single else f" of {count(len(prepared.provenance.origins), 'model')}"
         place = f"{dst.format}, {target.ranked(dst.run_mesh, dst.sharding)}, {target.contents(dst)}"
         summary = f"{prepared.method}{models}, {place}"

@@ -9,6 +9,7 @@ from ckpttool.answers.document import Document, Message, Overview, Section
 from ckpttool.core.words import count, short
 from ckpttool.report import target
 from ckpttool.report.target import EQUAL, RECOMPUTED, contents, ranked
+from ckpttool.report.text import exact
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
@@ -94,7 +95,7 @@ def document(result: ReshardResult, *, verbose: bool = False) -> Document:
     def sections() -> Iterator[Section]:
         yield from target.resumed(run)
         if verbose:
-            yield Message(f"read {short(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
+            yield Message(f"read {exact(run.bytes_read)}; {count(plan.boxes, 'slice')}; writes: {run.policy};")
             yield Message(f"at most {short(run.peak_buffer)} of buffers")
         summary = f"{prepared.format}, {ranked(prepared.run_mesh, prepared.sharding)}, {contents(prepared)}"
         proven = EQUAL if prepared.recoded is None else RECOMPUTED

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpttool.core.notes import Note
 from ckpttool.core.patterns import matching
-from ckpttool.core.words import count
+from ckpttool.core.words import count, short
 from ckpttool.errors import UsageError
 from ckpttool.planning.relate import TensorTable, keep
 
@@ -49,4 +49,4 @@ def select(
 
 def removal_note(removed: tuple[int, int]) -> Note:
     """The note about (tensors, bytes) that are not in the output."""
-    return Note("removed", f"{count(removed[0], 'tensor')} left out, {removed[1]:,} bytes")
+    return Note("removed", f"{count(removed[0], 'tensor')} left out, {short(removed[1])}")

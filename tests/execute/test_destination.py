@@ -146,7 +146,7 @@ def test_too_little_space(tmp_path: Path, plan: Plan, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
     with pytest.raises(
-        OutputError, match=r"not enough space: [\d,]+ bytes and 16 MiB to spare are needed, [\d,]+ bytes are free"
+        OutputError, match=r"not enough space: [\d.]+ \w+ and 16 MiB to spare are needed, [\d.]+ \w+ are free"
     ):
         run(plan, tmp_path / "dst")
     assert left(tmp_path) == ["src"]

@@ -1,9 +1,10 @@
-"""On a terminal of 80 columns every table fits; in a pipe nothing is dropped or shortened."""
+"""On a terminal every table fits; in a pipe nothing is dropped or shortened."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -12,8 +13,10 @@ import pytest
 
 from ckpttool.cli.app import main
 from ckpttool.report.tables import fit, middle
+from ckpttool.report.text import columns_of
 from tests.helpers.command import ckpttool
 from tests.helpers.tensorfile import origin, save_hf
+from tests.inspect.models import CONFIG, llama
 
 MODELS = (
     "deepseek_v3",
@@ -45,12 +48,25 @@ def on_terminal(*arguments: object, columns: int = 80) -> list[str]:
 
 
 @pytest.mark.product
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("model", MODELS)
-def test_views_fit_80_columns(model: str, view: str) -> None:
-    lines = on_terminal("inspect", f"fixtures/{model}", *([view] if view else []))
+def test_views_fit(model: str, view: str, columns: int) -> None:
+    lines = on_terminal("inspect", f"fixtures/{model}", *([view] if view else []), columns=columns)
     assert len(lines) > 1
-    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines if columns_of(line) > columns and len(line.split()) > 1] == []
+
+
+def test_the_tree_of_two_layers_is_whole(tmp_path: Path) -> None:
+    """With every column at 80; at 60 the numbers of tensors make room for names and sizes."""
+    save_hf(tmp_path, llama(), CONFIG)
+    screens = [on_terminal("inspect", tmp_path, columns=n) for n in (80, 60)]
+    wide, narrow = (lines[next(i for i, line in enumerate(lines) if "dtype" in line) :] for lines in screens)
+    assert wide[0].split() == ["dtype", "shape", "tensors", "size", "share"]
+    assert narrow[0].split() == ["dtype", "shape", "size"]
+    for lines, columns in ((wide, 80), (narrow, 60)):
+        assert max(map(len, lines)) <= columns
+        assert all(re.search(r"\d [kM]?B$|\d bytes$|#$", line) for line in lines[1:])
 
 
 def test_wide_terminals_have_every_column() -> None:

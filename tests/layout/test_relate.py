@@ -320,7 +320,7 @@ def test_what_a_naming_does_not_have_is_dropped_or_refused() -> None:
     catalog, _ = catalog_of({"layers.0.w": (2, 2), "layers.0.mask": (2, 2), "layers.1.mask": (2, 2)})
     views = apply_transforms(identity(catalog), (Drop(("{a}.mask",)),), family())
     assert list(views.table) == ["layers.0.w"]
-    assert views.notes == ["2 tensors (32 bytes) are left out, which the target does not store: layers.0.mask, ..."]
+    assert views.notes == ["2 tensors (32 bytes) left out, which the target does not store: layers.0.mask, ..."]
     with pytest.raises(UnsupportedError) as caught:
         apply_transforms(identity(catalog), (Refuse((("{a}.mask", "nobody wants masks"),)),), family())
     assert caught.value.what == "nobody wants masks"
@@ -356,7 +356,7 @@ def test_layers_after_the_last_are_left_out_and_said() -> None:
     views = apply_transforms(identity(catalog), (DropLayers("layers"),), family(layers=2))
     assert list(views.table) == ["layers.0.w", "layers.1.w"]
     assert views.notes == [
-        "1 tensors (16 bytes) of layers from 2 on are left out: the target has no multi-token-prediction layer"
+        "1 tensor (16 bytes) of layers from 2 on left out: the target has no multi-token-prediction layer"
     ]
 
 
@@ -516,4 +516,4 @@ def test_what_only_a_naming_has_is_whole_there_and_left_out_elsewhere() -> None:
     catalog, _ = catalog_of({"h.0.w": (2, 2), "rope.freqs": (3,)})
     views = apply_transforms(identity(catalog), inverse(ops), family(), ops)
     assert list(views.table) == ["layers.0.w"]
-    assert views.notes == ["1 tensors (12 bytes) are left out, which the target does not store: rope.freqs"]
+    assert views.notes == ["1 tensor (12 bytes) left out, which the target does not store: rope.freqs"]

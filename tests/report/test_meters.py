@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from ckpttool.report.meters import bar, has_blocks, spark
+from ckpttool.report.meters import bar, has_blocks, histogram, spark
 from ckpttool.report.tables import middle
 from ckpttool.report.text import aligned, columns_of
 from tests.helpers.command import ckpttool
@@ -43,6 +43,28 @@ def test_a_row_of_columns() -> None:
     assert spark([1.0, 1.001, 1.0], 4) in ("▄▅▄", "▄▄▄")  # nearly equal looks equal
     assert (spark([], 4), spark([0, 0], 4), spark([None], 4)) == ("", "▁▁", "?")
     assert len(spark(range(1000), 16)) == 16
+
+
+@pytest.mark.usefixtures("utf8")
+def test_a_histogram_has_an_axis_from_the_smallest_to_the_largest() -> None:
+    assert histogram([1, 1000, 500, 0, 250], "-0.5", "1.5") == [
+        "  1,000 │  ██",
+        "        │  ██",
+        "        │  ████",
+        "      0 │▁▁████  ██",
+        "        └──────────",
+        "        -0.5    1.5",
+    ]
+    counts = [0, 3, 8, 32]
+    columns = list(zip(*[line[6:].ljust(8) for line in histogram(counts, "0", "1")[:4]], strict=True))
+    eighths = [sum("▁▂▃▄▅▆▇█".index(sign) + 1 for sign in column if sign != " ") for column in columns]
+    assert eighths == [0, 0, 3, 3, 8, 8, 32, 32]
+
+
+def test_a_histogram_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert histogram([2], "4", "4") == ["  2 |##", "    |##", "    |##", "  0 |##", "    +--", "    4 4"]
+    assert histogram([], "0", "0")[0] == "  0 |"
 
 
 @pytest.mark.parametrize(

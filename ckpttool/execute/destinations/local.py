@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core.files import Place
 from ckpttool.core.plan import Plan
+from ckpttool.core.words import short
 from ckpttool.errors import OutputError
 from ckpttool.execute.destinations.base import Beginning
 from ckpttool.execute.files import Fence, Medium, create, sync_all, write_error
@@ -176,8 +177,8 @@ class LocalDestination:
         space = self.space(plan)
         if space.fits is False:
             raise OutputError(
-                f"not enough space: {space.needed:,} bytes and {SLACK >> 20} MiB to spare are needed,"
-                f" {space.free:,} bytes are free",
+                f"not enough space: {short(space.needed)} and {SLACK >> 20} MiB to spare are needed,"
+                f" {short(space.free)} are free",
                 where=str(self.path.parent),
                 hint="make room, or choose a DST on another disk",
             )
