@@ -63,19 +63,19 @@ def check_page(view: PageView) -> None:
     """
     path = _path(view)
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else "has no directory to lie in"
-        raise OutputError(f"the report {what}", where=str(path), hint="--html is followed by the name of a file")
+        what = "is a directory" if path.is_dir() else "has no parent directory"
+        raise OutputError(f"the report {what}", where=str(path), hint="--html takes a file name")
     refuse_others(path, "the report", BEGINS)
 
 
 def _path(view: PageView) -> Path:
     if view.html is None:
-        raise UsageError("--html names no file")
+        raise UsageError("--html needs a file name")
     return view.html
 
 
 def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
-    """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
+    """Write the report and report its size; with ``as_json`` print its document. Returns the exit code."""
     made = document(survey)
     size = save_page(survey.view, render(made))
     if not as_json and not quiet:

@@ -239,7 +239,7 @@ def test_elements_smaller_than_a_byte_have_no_statistics(tmp_path: Path) -> None
     (src / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     done, made = report(src, tmp_path / "r.html", "--stats", "--diff", src, "--values")
     assert done.code == 0
-    assert made["notes"][-1] == "2 tensors have no statistics: elements smaller than a byte"
+    assert made["notes"][-1] == "no statistics of 2 tensors: elements smaller than a byte"
     assert columns(made)["norm"] == [None, None]
 
 
