@@ -357,6 +357,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             OutputError: the file exists and is not a report, or cannot be written.
             CkptError: a part of the report could not be made; the file has the others.
         """
+        from ckpttool.ops.inspect.views.page import ReportContents
         from ckpttool.ops.inspect.views.registry import chosen, look
         from ckpttool.report.page import render  # with the page, which few need
         from ckpttool.report.survey import check_page, document, save_page
@@ -368,6 +369,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             check_page(view)
         with watching(progress) as watch:
             found = look(view, self.path, self.options, watch, on)
+        assert isinstance(found, ReportContents)  # noqa: S101 - what is open is one checkpoint, not a run
         html = render(document(found))
         if file is not None:
             save_page(view, html)

@@ -442,6 +442,7 @@ REPORTS = {
     "components": ["inspect", "fixtures/paddle_zcc/ep2_tp2_sharding2_ema", "--stats", "--html"],
     "quantized": ["inspect", "fixtures/deepseek_v3", "--stats", "--html"],
     "change": ["inspect", f"{MERGE}/ft1", "--stats", "--diff", f"{MERGE}/ft2", "--values", "--html"],
+    "run": ["inspect", MERGE, "--checkpoints", "--stats", "--html"],
     "merge": [
         "merge",
         f"{MERGE}/ft1",

@@ -164,8 +164,9 @@ def test_change_is_drawn_by_layer_and_module(model: Path, tmp_path: Path) -> Non
 def test_values_that_nobody_read_are_not_called_equal(model: Path, tmp_path: Path) -> None:
     view = PageView(choice=TensorChoice(), html=tmp_path / "r.html", diff=model)
     found = look(view, model, OpenOptions())
-    if found.diff is not None:
-        found.diff.values = False  # as headers alone say it
+    assert isinstance(found, ReportContents)
+    assert found.diff is not None
+    found.diff.values = False  # as headers alone say it
     verdict = document(found)["verdicts"][1]
     assert verdict["state"] == "unknown"
     assert "values not compared" in verdict["text"]

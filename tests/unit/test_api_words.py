@@ -112,7 +112,7 @@ def test_arguments_have_their_names() -> None:
     source = ckpttool.open(LLAMA)
     for given, meant in {"tp_out": "tp", "remove_keys": "remove", "max_shardsize": "max_shard_size"}.items():
         with pytest.raises(TypeError, match=f"reshard.. has no argument {given}") as found:
-            source.reshard(**{given: 2})
+            source.reshard(**{given: 2})  # type: ignore[arg-type]
         assert isinstance(found.value, CkptError)
         assert found.value.hint == f"did you mean {meant}=?"
     with pytest.raises(TypeError, match="did you mean format="):
