@@ -203,7 +203,8 @@ def sections() -> list[PageSection]:
 
 def with_others(tensors: PageTensors) -> PageTensors:
     """With histograms of another checkpoint, of the query projections, which are twice as wide there."""
-    columns, counts = {c["id"]: c["values"] for c in tensors["columns"]}, tensors["histograms"]
+    columns: dict[str, Any] = {c["id"]: c["values"] for c in tensors["columns"]}
+    counts = tensors["histograms"]
     chosen = ["q_proj" in name for name in tensors["names"]]
     for end in ("min", "max"):
         wide: list[Any] = [2 * v if has else None for has, v in zip(chosen, columns[end], strict=True)]

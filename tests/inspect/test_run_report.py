@@ -30,7 +30,7 @@ def saved(root: Path, weights: Weights) -> None:
 def weights() -> dict[int, Weights]:
     """Of three steps: one tensor grows, and the last step has elements that are not finite in another one."""
     rng = np.random.default_rng(0)
-    first: Weights = {n: rng.normal(size=raw.bits.shape).astype(np.float32) for n, raw in llama("F32").items()}
+    first: Weights = {n: np.asarray(rng.standard_normal(raw.bits.shape), np.float32) for n, raw in llama("F32").items()}
     second = {**first, UP: (first[UP] * np.float32(1.5)).astype(np.float32)}
     third = {**second, UP: (second[UP] + np.float32(0.25)).astype(np.float32), BROKEN: first[BROKEN].copy()}
     third[BROKEN][0, :2] = np.nan
