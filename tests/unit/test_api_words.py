@@ -139,6 +139,10 @@ def test_arguments_have_their_names() -> None:
             "`ckpttool reshard FILE DIR --select PATH` first",
         ),
         ("open", "--split PATTERN=AXIS", "split=PATTERN=AXIS"),
+        ("size", "--quant-method has no effect", "`quant_method` has no effect"),
+        ("fp8_cast", "drop --quant-method", "drop `method`"),
+        ("report", "--check --values reads them", "check=True values=True reads them"),
+        ("size", "--no-mtp leaves them out", "mtp=False leaves them out"),
     ],
 )
 def test_options_become_arguments(function: str, said: str, meant: str) -> None:
