@@ -227,7 +227,7 @@ def sample(names: list[str] | None = None) -> ReportPage:
         "subtitle": "models/tiny: hf, 3 files",
         "verdicts": [
             {"state": "good", "text": "Complete: 375 tensors in 3 files"},
-            {"state": "unsure", "text": "Differs from base: 12 of 375 tensors changed"},
+            {"state": "differs", "text": "Differs from base: 12 of 375 tensors changed"},
             {"state": "unknown", "text": "Values not compared"},
             {"state": "bad", "text": "3 NaN in step-1000"},
         ],
