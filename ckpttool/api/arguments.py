@@ -1,4 +1,4 @@
-"""Arguments as people give them, in one form. An impossible one is a UsageError that names the argument."""
+"""Arguments brought to one form. An impossible value raises a UsageError that names the argument."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckpttool.execute.parts.launchers import membership
 
 
 def several(said: str | Iterable[str], name: str) -> tuple[str, ...]:
-    """Strings; a single one stands for itself and not for its letters."""
+    """Strings; a single string is one pattern, not its letters."""
     found = (said,) if isinstance(said, str) else tuple(said)
     for one in found:
         if not isinstance(one, str):
-            raise UsageError(f"{name} has {one!r}", hint="give strings")
+            raise UsageError(f"{name} contains {one!r}, which is not a string", hint="pass strings")
     return found
 
 
@@ -39,9 +39,9 @@ def whole(said: SupportsIndex | float | None, name: str, least: int = 1) -> int 
         with suppress(TypeError):
             found = index(said)
     if found is None:
-        raise UsageError(f"{name} is {said!r}", hint="give a whole number")
+        raise UsageError(f"{name} is {said!r}", hint="pass a whole number")
     if found < least:
-        raise UsageError(f"{name} is {found}", hint=f"{least:,} is the least")
+        raise UsageError(f"{name} is {found}", hint=f"minimum: {least:,}")
     return found
 
 
@@ -71,7 +71,7 @@ def member(said: str | Sequence[int] | None) -> Member | None:
     if not isinstance(said, str):
         numbers = wholes(said, "part")
         if len(numbers) != 2:
-            raise UsageError(f"part is {said!r}", hint="give a number and how many there are: (3, 8)")
+            raise UsageError(f"part is {said!r}", hint="pass the number of the part and the count of parts: (3, 8)")
         said = f"{numbers[0]}/{numbers[1]}"
     return membership(said, os.environ).member
 
@@ -87,7 +87,7 @@ def pair_of_betas(said: str | Iterable[float] | None) -> tuple[float, float] | N
     except (TypeError, ValueError):
         first = second = -1.0
     if not (0 <= first < 1 and 0 <= second < 1):
-        raise UsageError(f"betas is {said!r}", hint="give two numbers from 0 to below 1: (0.9, 0.999)")
+        raise UsageError(f"betas is {said!r}", hint="pass two numbers from 0 to below 1: (0.9, 0.999)")
     return first, second
 
 
@@ -109,5 +109,5 @@ def sides(said: str | int | Iterable[int] | None) -> tuple[int, int] | None:
         return parse_sides(said, "block")
     found = () if said is None else wholes(said, "block")
     if said is not None and len(found) != 2:
-        raise UsageError(f"block is {said!r}", hint="give rows and columns: (128, 128)")
+        raise UsageError(f"block is {said!r}", hint="pass rows and columns: (128, 128)")
     return (found[0], found[1]) if found else None

@@ -32,7 +32,6 @@ ARGUMENTS = {
     "keep-preset": "preset",
     "list": "list(checkpoint)",
     "list-methods": "method",
-    "no-mtp": "mtp=False",
     "param": "params",
     "pp-out": "pp",
     "quant-method": "method",
@@ -42,7 +41,6 @@ ARGUMENTS = {
     "show": "read()",
     "stats": "report(stats=True)",
     "tp-out": "tp",
-    "values": "values",
 }
 """Options whose argument has another name; the others are called alike."""
 _OF_SOURCE = frozenset(("tp", "pp", "ep", "etp", "sharding", "from"))
@@ -124,10 +122,11 @@ def _argument(match: re.Match[str], function: str) -> str:
     gap = match[0][len(option) + 2 : len(option) + 3] if value else ""
     if option in _UNREACHABLE:
         return _UNREACHABLE[option] + gap + (value or "")
-    name = ARGUMENTS.get(option, option.replace("-", "_"))
+    plain = option.replace("-", "_")
+    name = plain if plain in _FUNCTIONS.get(function, {}) else ARGUMENTS.get(option, plain)
     owner = _owner(name, option, function)
     if not owner:
-        negated = option.removeprefix("no-").replace("-", "_")
+        negated = plain.removeprefix("no_")
         if option.startswith("no-") and (owner := _owner(negated, option, function)):
             name = f"{negated}=False"
         elif name.isidentifier():

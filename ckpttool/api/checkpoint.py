@@ -53,7 +53,7 @@ Slices = tuple[slice | SupportsIndex | EllipsisType, ...] | list[slice] | slice 
 
 
 class UnknownNameError(UsageError, KeyError):
-    """There is no such tensor; a KeyError, too, as of any mapping."""
+    """No tensor has this name. Also a KeyError, as of any mapping."""
 
 
 class CheckpointTensor(LogicalTensor):
@@ -107,12 +107,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         self.close()
 
     def close(self) -> None:
-        """Nothing can be read afterwards."""
+        """Close the checkpoint. Reading from it afterwards raises UsageError."""
         self._closed = True
 
     @property
     def path(self) -> Place:
-        """Where it lies."""
+        """Directory, file or URL of the checkpoint."""
         return self.opened.path
 
     def _reading(self) -> _Checkpoint:
@@ -152,12 +152,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """What there is of a parameter: model, optimizer, master_weights, ..."""
+        """Stored components: model, optimizer, master_weights, ..."""
         return self.opened.components
 
     @property
     def identity(self) -> Identity:
-        """What it is: family, layers, experts, parameters, precision. Reads the headers once more."""
+        """Family, layers, experts, parameters and precision. Reads the headers again."""
         return identify(list_tensors(self.path, self.options))
 
     @property
@@ -167,7 +167,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names that are not stored, and whose elements they share."""
+        """Tied names that are not stored, each with the name of the tensor whose elements it shares."""
         return {str(k): str(v) for k, v in self.catalog.aliases.items()}
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return id(self)
 
     def __len__(self) -> int:
-        """How many logical tensors are stored."""
+        """Number of stored logical tensors."""
         return len(self.catalog)
 
     def __contains__(self, name: object) -> bool:
@@ -217,11 +217,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __getitem__(self, name: str) -> LogicalTensor:
         """A logical tensor. Raises UsageError, which is a KeyError, too, with the nearest name when there is none."""
         if not isinstance(name, str):
-            raise UsageError(f"a tensor has a name, {name!r} is none", hint=f"for example `{next(iter(self), '')}`")
+            raise UsageError(f"{name!r} is not a tensor name", hint=f"for example `{next(iter(self), '')}`")
         try:
             return CheckpointTensor(self.catalog[self._key(name)], self)
         except KeyError:
-            raise UnknownNameError(f"there is no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
+            raise UnknownNameError(f"no tensor `{name}`", hint=nearest_hint(name, list(self))) from None
 
     @public
     def read(self, name: str, part: Slices = ()) -> np.ndarray[Any, np.dtype[Any]]:
@@ -276,7 +276,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @public
     def check(self, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
-        """What is wrong with the files; with ``values`` tensors are read, too. Does what ``inspect --check`` does.
+        """Check the files, and with ``values`` the elements, as ``ckpttool check`` does.
 
         ``progress`` and ``on`` are those of ``Plan.run``.
         """
@@ -313,7 +313,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         path, theirs = (other.path, other.options) if isinstance(other, Checkpoint) else (parse_place(other), None)
         for name, allowed in (("atol", atol), ("rtol", rtol)):
             if allowed is not None and not allowed >= 0:
-                raise UsageError(f"{name} is {allowed}", hint="0 is the least")
+                raise UsageError(f"{name} is {allowed}", hint="minimum: 0")
         tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
         wanted = several(patterns, "patterns")
         with watching(progress) as watch, machines(on) as fleet:
@@ -342,12 +342,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         progress: Progress | bool | None = None,
         on: str = "",
     ) -> Report:
-        """A report as one HTML page, which a notebook shows. Does what ``inspect --html`` does.
+        """Make a report: one HTML page, which a notebook shows. Does what ``inspect --html`` does.
 
         Args:
             file: where to write the page, too; a report that is there is replaced.
             stats: statistics by layer and a histogram of each tensor: reads all elements.
-            check: prove the checksums of a manifest, too; what headers show is always checked.
+            check: also verify the checksums of a manifest; headers are always checked.
             diff: compare with this checkpoint.
             values: True lets ``check`` read values, too; False lets ``diff`` compare headers only.
             patterns: show only tensors that match one of them.
@@ -355,9 +355,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             on: let a cluster read the elements; as for ``Plan.run``.
 
         Raises:
-            OutputError: the file is there and is not a report, or cannot be written.
-            CkptError: something that was asked cannot be found out; the rest is in the report.
+            OutputError: the file exists and is not a report, or cannot be written.
+            CkptError: a part of the report could not be made; the file has the others.
         """
+        from ckpttool.ops.inspect.views.page import ReportContents
         from ckpttool.ops.inspect.views.registry import chosen, look
         from ckpttool.report.page import render  # with the page, which few need
         from ckpttool.report.survey import check_page, document, save_page
@@ -371,6 +372,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             check_page(view)
         with watching(progress) as watch:
             found = look(view, self.path, self.options, watch, on)
+        assert isinstance(found, ReportContents)  # noqa: S101 - what is open is one checkpoint, not a run
         html = render(document(found))
         if file is not None:
             save_page(view, html)
@@ -489,7 +491,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             block: sides of a block: (128, 128) or ``"128x128"``.
             scale_dtype: f32, bf16 or e8m0.
             method: convention to write: fp8, compressed-tensors, modelopt, ...
-            keep: patterns of weights that stay as they are.
+            keep: patterns of weights to keep in high precision.
             include: patterns of weights to quantize although the preset keeps them.
             preset: which layers stay: hf-default, deepseek, experts-only or none.
             max_shard_size: bytes of the largest file, or ``"5GB"``.
@@ -551,13 +553,13 @@ def open_(
         ep: expert-parallel ranks, likewise.
         etp: ranks that cut each expert, likewise.
         sharding: ranks that share the optimizer's state, likewise.
-        also: further directories of the same save, written by other nodes.
+        also: further directories of the same save, such as those that other nodes wrote.
         select: dotted path of the dict of tensors in a file of torch.save, where it holds several.
         rank_pattern: file names of other software's ranks, such as ``model_tp{tp}.safetensors``.
         family: name of a family or a YAML file; by config.json by default.
         replicate: patterns of tensors that every rank has whole.
         split: ``PATTERN=AXIS`` of tensors that are cut.
-        part: the only parts that are meant, of a directory of several models: ``["transformer"]``.
+        part: open only these models of a directory of several: ``["transformer"]``.
 
     Raises:
         UsageError: no such path or option.

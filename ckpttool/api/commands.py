@@ -127,7 +127,7 @@ def merge(
         precision,
     )
     if params is not None and not isinstance(params, Mapping):
-        raise UsageError(f"params is {params!r}", hint="give names and values: {'density': 0.5}")
+        raise UsageError(f"params is {params!r}", hint="pass names and values: {'density': 0.5}")
     recipe = asked(
         names,
         method=method,
@@ -148,7 +148,7 @@ def _named(source: Source, opened: OpenOptions) -> str:
         return fspath(source) if isinstance(source, PathLike) else str(source)
     if source.options not in (OpenOptions(), opened):
         raise UsageError(
-            "merge opens its sources itself, and this one was opened with options of its own",
+            "this source was opened with its own options, and merge opens sources itself",
             where=str(source.path),
             hint="give format, rank_pattern and family to merge; or reshard it first",
         )
@@ -163,7 +163,7 @@ def _numbers(weights: Any) -> str:
     with suppress(TypeError, ValueError):
         found = [float(w) for w in (weights.split(",") if isinstance(weights, str) else weights)]
     if not found:
-        raise UsageError(f"weights are {weights!r}", hint="give a number for each source: [0.6, 0.4]")
+        raise UsageError(f"weights are {weights!r}", hint="pass a number for each source: [0.6, 0.4]")
     return ",".join(map(repr, found))
 
 
@@ -197,11 +197,11 @@ def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool 
 
 @public
 def check(src: Source, *, values: bool = False, progress: Progress | bool | None = None, on: str = "") -> CheckResult:
-    """What is wrong with a checkpoint, also one that cannot be opened. Does what ``inspect --check`` does.
+    """Check a checkpoint, also one that cannot be opened, as ``ckpttool check`` does.
 
     Args:
         src: the checkpoint.
-        values: read tensors, too: copies that must agree, padding, scales, NaN.
+        values: also read the elements: copies that must agree, padding, scales, NaN.
         progress: that of ``Plan.run``.
         on: let a cluster read them: ``"ray"``, or ``"ray=HOST:PORT"``.
     """
@@ -306,7 +306,7 @@ def size(
     gpu: str = "",
     device_mem: float | str | None = None,
 ) -> Size:
-    """How large a model is; does what ``ckpttool fp8-size`` does, from headers or a config.json alone.
+    """Estimate disk and GPU memory from headers or a config.json alone, as ``ckpttool size`` does.
 
     Args:
         src: a checkpoint, or a config.json.

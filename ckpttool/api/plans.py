@@ -1,4 +1,4 @@
-"""Plans: everything that will be written, known before a byte is. Look at one, then ``run`` it."""
+"""Plans: everything that will be written. Look at one, then ``run`` it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def watching(progress: Progress | bool | None) -> Iterator[Progress]:  # noqa: F
 
 
 class Plan(ABC):
-    """What all plans have."""
+    """Base of all plans."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class Plan(ABC):
     @property
     @abstractmethod
     def notes(self) -> list[str]:
-        """What was inferred, left out or derived, in sentences."""
+        """What was inferred, omitted or derived, in sentences."""
 
     @abstractmethod
     def _execute(self, dst: Place, options: RunOptions, progress: Progress, *, verify: bool) -> Written: ...
@@ -184,12 +184,12 @@ class Dropping(Resharding):
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """Names of the tensors that go."""
+        """Names of the tensors that are removed."""
         return tuple(g.name for g in self.dropped.gone)
 
     @property
     def notes(self) -> list[str]:
-        """What was inferred, left out or derived, and what somebody may miss."""
+        """What was inferred, omitted or derived, and what a loader may miss."""
         return notes_in_arguments([*self.dropped.warnings, *self.prepared.notes], "drop_keys")
 
 
@@ -203,7 +203,7 @@ class Merging(Resharding):
         super().__init__(merge.target)
         self.merge = merge
         self.report = report
-        """The HTML page that ``run`` writes, too."""
+        """The HTML page that ``run`` also writes."""
         if report is not None:
             check_measurable(merge, RunOptions())
 
@@ -233,7 +233,7 @@ class Conversion(Plan):
     def __init__(self, conversion: _convert.PreparedConversion, dst: Place) -> None:
         self.conversion = conversion
         self.dst = dst
-        """Where it will go; its name is in the plan."""
+        """Destination; its name is part of the plan."""
 
     @property
     def plan(self) -> Steps:

@@ -1,4 +1,4 @@
-"""What the API gives back: flat, typed, immutable, with a short repr and a table in notebooks."""
+"""Results of the API: flat, typed, immutable, with a short repr and a table in notebooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Written:
     verified: bool
     """It was read back and compared with the source."""
     notes: tuple[str, ...] = ()
-    """What was inferred, left out or derived, in sentences."""
+    """What was inferred, omitted or derived, in sentences."""
     part: tuple[int, int] | None = None
     """Which part of how many this process did, where ``run`` was given one."""
     committed: bool = True
@@ -90,7 +90,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is under a recipe; what was not asked for is None. All sizes are bytes."""
+    """Size of a model under a recipe, in bytes; fields that were not asked for are None."""
 
     path: Place
     family: str

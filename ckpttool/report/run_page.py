@@ -12,6 +12,7 @@ from ckpttool.ops.inspect.runs import RunListing, SavedCheckpoint
 from ckpttool.ops.inspect.views.page import RunContents
 from ckpttool.report.page.document import (
     Column,
+    PageCell,
     PageSection,
     PageTensors,
     ReportPage,
@@ -95,7 +96,12 @@ def _checkpoints(run: RunListing, history: RunHistory | None) -> PageSection:
     def row(r: SavedCheckpoint) -> list[Any]:
         step = read.get(r.name)
         has = "yes" if r.optimizer else "no" if r.components else None
-        cells = {"Checkpoint": r.name, "Step": r.step, "Size": r.nbytes, "State": _COMPLETE[r.complete]}
+        cells: dict[str, PageCell] = {
+            "Checkpoint": r.name,
+            "Step": r.step,
+            "Size": r.nbytes,
+            "State": _COMPLETE[r.complete],
+        }
         cells |= {"Format": r.format, "Ranks": r.mesh, "Optimizer": has, "Missing": r.why}
         if step is not None:
             cells |= {"Norm": step.norm, "Change": step.change, "NaN": step.nan, "Inf": step.inf}

@@ -71,12 +71,12 @@ def check_page(view: PageView) -> None:
 
 def _path(view: PageView) -> Path:
     if view.html is None:
-        raise UsageError("--html names no file")
+        raise UsageError("--html needs a file name")
     return view.html
 
 
 def show_survey(survey: ReportContents, *, as_json: bool, quiet: bool = False) -> int:
-    """Write the report, and say so; with ``as_json`` print its document. Returns the exit code."""
+    """Write the report and report its size; with ``as_json`` print its document. Returns the exit code."""
     made = document(survey)
     size = save_page(survey.view, render(made))
     if not as_json and not quiet:
@@ -196,14 +196,14 @@ def _verdicts(survey: ReportContents) -> Iterator[Verdict]:
         yield {"state": "bad", "text": f"Not complete or damaged: {why}{more}"}
     else:
         held = f"{count(listing.tensors, 'tensor')} in {count(len(listing.files), 'file')}"
-        read = "elements were read" if survey.view.checks_elements else "headers were read, elements were not checked"
-        found = f"{_verdict(survey)}: {warnings[0].text}" if warnings else "no problem found"
-        yield {"state": "unsure" if warnings else "good", "text": f"Complete: {held}; {found}; {read}"}
+        where = "headers and elements" if survey.view.checks_elements else "the headers"
+        found = f"{_verdict(survey)}: {warnings[0].text}" if warnings else f"no problem found in {where}"
+        yield {"state": "unsure" if warnings else "good", "text": f"Complete: {held}; {found}"}
     if diff is None:
         return
     other = resolved(diff.right.path).name or str(diff.right.path)
     if not diff.ok:
-        yield {"state": "unsure", "text": f"Differs from {other}: {_compared(diff)}"}
+        yield {"state": "differs", "text": f"Differs from {other}: {_compared(diff)}"}
     elif diff.equal:
         how = "within the tolerance" if diff.tolerance else "every element"
         yield {"state": "good", "text": f"Equal to {other}: {how} of {count(diff.compared, 'tensor')}"}

@@ -170,9 +170,13 @@ def test_the_treemap_goes_down_and_up_by_keyboard(open_page: Opened) -> None:
     page = open_page(sample())
     page.focus(".treemap button[tabindex='0']")
     focused = "document.activeElement.getAttribute('aria-label')"
-    assert page.evaluate(focused).startswith("outside layers: 1.24 GB, 48.6%, 3 tensors")
-    page.keyboard.press("ArrowRight")
+    labels = page.eval_on_selector_all(".treemap > button", "boxes => boxes.map(b => b.getAttribute('aria-label'))")
+    assert [text.split(":")[0] for text in labels] == [*(f"model.layers.{i}" for i in range(12)), "outside layers"]
+    assert labels[-1].startswith("outside layers: 1.24 GB, 48.6%, 3 tensors")
     layer = page.evaluate(focused).split(":")[0]
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(focused).startswith("model.layers.1:")
+    page.keyboard.press("ArrowLeft")
     page.keyboard.press("Enter")
     assert page.evaluate(focused).startswith("mlp.experts.")
     assert page.inner_text(".crumbs ol").split("\n")[-1] == layer
@@ -180,9 +184,77 @@ def test_the_treemap_goes_down_and_up_by_keyboard(open_page: Opened) -> None:
     assert "31 of 375 tensors" in count(page)
     page.focus(".treemap button[tabindex='0']")
     page.keyboard.press("Escape")
-    assert page.evaluate(focused).startswith("outside layers")
+    assert page.evaluate(focused).startswith("model.layers.0")
     page.check("input[value=module]")
     assert page.locator(".treemap button[aria-label^='mlp.experts.up_proj: 301.99 MB']").count() == 1
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_boxes_of_layers_have_labels_in_their_order(open_page: Opened, width: int) -> None:
+    page = open_page(sample(), width=width)
+    boxes = page.eval_on_selector_all(
+        ".treemap > button", "all => all.map(b => [b.offsetTop, b.offsetLeft, b.querySelector('.label')?.textContent])"
+    )
+    layers = [box for box in boxes if box[2] != "outside layers"]
+    assert [int(label.split(".")[-1]) for _, _, label in layers] == list(range(12))
+    assert layers == sorted(layers, key=lambda box: box[:2])  # row by row, from left to right
+    if width == 1280:
+        sizes = page.eval_on_selector_all(".treemap > button .size", "all => all.map(s => s.textContent)")
+        assert len(sizes) == 13
+        assert all("MB" in size or "GB" in size for size in sizes)
+
+
+def test_a_grouping_of_one_box_is_not_offered(open_page: Opened) -> None:
+    page = open_page(sample(["a.weight", "b.weight"]))
+    assert page.eval_on_selector_all("#sizes .choice input", "all => all.map(i => i.value)") == ["module"]
+
+
+def test_the_verdict_stands_first(open_page: Opened) -> None:
+    page = open_page(sample())
+    lines = page.inner_text("header .verdicts").split("\n")
+    assert [line for line in lines if line] == [
+        "\u2714 Complete: 375 tensors in 3 files",
+        "\u2260 Differs from base: 12 of 375 tensors changed",
+        "? Values not compared",
+        "\u2716 3 NaN in step-1000",
+    ]
+    assert page.inner_text("#flat p") == "Every layer has the same value."
+
+
+def test_both_histograms_lie_over_each_other(open_page: Opened) -> None:
+    page = open_page(sample())
+    tensors = sample()["tensors"]
+    columns: dict[str, Any] = {c["id"]: c["values"] for c in tensors["columns"]}
+    assert page.locator("#histograms option").count() == 12
+    name = "model.layers.3.self_attn.q_proj.weight"
+    page.select_option("#histograms select", label=name)
+    at = tensors["names"].index(name)
+    low, high = columns["min"][at], columns["max"][at]
+    bars = page.eval_on_selector_all(
+        "#histograms rect", "all => all.map(r => [Number(r.getAttribute('x')), Number(r.getAttribute('width'))])"
+    )
+    # Half as wide as the other one, in its middle: 520 points stand for the range of the other one.
+    share = (high - low) / (columns["other_max"][at] - columns["other_min"][at])
+    assert bars[-1][0] + bars[-1][1] - bars[0][0] == pytest.approx(520 * share, abs=3)
+    assert page.locator("#histograms path.series-1").count() == 1
+    assert "Bars: tuned" in page.inner_text("#histograms figcaption")
+    page.fill(SEARCH, name)
+    page.locator(f"{GRID} tbody tr[data-at]").first.click()
+    assert page.locator("dialog path.series-1").count() == 1
+    assert "Line: base" in page.inner_text("dialog figcaption")
+
+
+def test_a_report_in_a_notebook(browser: Any, tmp_path: Path) -> None:
+    from ckpttool.api.show import frame
+
+    page = browser.new_page()
+    file = tmp_path / "notebook.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8><title>x</title>{frame(render(sample()))}", encoding="utf-8")
+    page.goto(file.as_uri())
+    inside = page.frame_locator("iframe")
+    assert inside.locator("main section").first.inner_text().startswith("Sizes")
+    assert "375 tensors" in inside.locator("#tensors").inner_text()
+    page.close()
 
 
 def test_charts_say_their_values(open_page: Opened) -> None:
@@ -279,7 +351,9 @@ def test_hostile_names_are_text(open_page: Opened) -> None:
     assert names(page)[:2] == list(HOSTILE[:2])
     assert r"new\nline\tand\x00nul" in names(page)
     assert page.locator("main script, main img, main iframe").count() == 0
-    for view in ("layer", "module", "dtype"):
+    ways = page.eval_on_selector_all("#sizes .choice input", "all => all.map(i => i.value)")
+    assert "module" in ways
+    for view in ways:
         page.check(f"input[value={view}]")
     page.fill(SEARCH, "onerror")
     page.click(f"{GRID} tbody tr[data-at]")
@@ -368,6 +442,7 @@ REPORTS = {
     "components": ["inspect", "fixtures/paddle_zcc/ep2_tp2_sharding2_ema", "--stats", "--html"],
     "quantized": ["inspect", "fixtures/deepseek_v3", "--stats", "--html"],
     "change": ["inspect", f"{MERGE}/ft1", "--stats", "--diff", f"{MERGE}/ft2", "--values", "--html"],
+    "run": ["inspect", MERGE, "--checkpoints", "--stats", "--html"],
     "merge": [
         "merge",
         f"{MERGE}/ft1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import erf, prod
+from typing import Any
 
 import numpy as np
 
@@ -195,7 +196,27 @@ def sections() -> list[PageSection]:
             ],
             "checked": {"files": 4, "tensors": 123},
         },
+        {"id": "flat", "title": "Zeros by layer", "kind": "statement", "text": "Every layer has the same value."},
+        {"id": "histograms", "title": "Histograms of both", "kind": "histograms"},
     ]
+
+
+def with_others(tensors: PageTensors) -> PageTensors:
+    """With histograms of another checkpoint, of the query projections, which are twice as wide there."""
+    columns: dict[str, Any] = {c["id"]: c["values"] for c in tensors["columns"]}
+    counts = tensors["histograms"]
+    chosen = ["q_proj" in name for name in tensors["names"]]
+    for end in ("min", "max"):
+        wide: list[Any] = [2 * v if has else None for has, v in zip(chosen, columns[end], strict=True)]
+        tensors["columns"] = [
+            *tensors["columns"],
+            {"id": f"other_{end}", "title": f"{end} of base", "kind": "number", "values": wide, "hidden": True},
+        ]
+    tensors["others"] = {
+        "names": ["tuned", "base"],
+        "counts": [found if has else None for has, found in zip(chosen, counts, strict=True)],
+    }
+    return tensors
 
 
 def sample(names: list[str] | None = None) -> ReportPage:
@@ -204,8 +225,14 @@ def sample(names: list[str] | None = None) -> ReportPage:
         "schema": "ckpttool.report/1",
         "title": "Qwen3-MoE, 12 layers, 8 experts, 1.02 B parameters, BF16",
         "subtitle": "models/tiny: hf, 3 files",
+        "verdicts": [
+            {"state": "good", "text": "Complete: 375 tensors in 3 files"},
+            {"state": "differs", "text": "Differs from base: 12 of 375 tensors changed"},
+            {"state": "unknown", "text": "Values not compared"},
+            {"state": "bad", "text": "3 NaN in step-1000"},
+        ],
         "facts": [["parameters", "1.02 B"], ["size", "2.04 GB"], ["files", "3"], ["dtype", "BF16"], ["layers", "12"]],
         "notes": ["2 tensors are tied."],
         "sections": sections(),
-        "tensors": tensors_of(names_of(12, 8) if names is None else names),
+        "tensors": with_others(tensors_of(names_of(12, 8) if names is None else names)),
     }

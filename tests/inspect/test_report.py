@@ -132,7 +132,7 @@ def test_differences_are_in_the_report_and_the_exit_code(model: Path, tmp_path: 
     relative = np.linalg.norm(data - before) / np.linalg.norm(data.astype(np.float64))
     assert section(made, "changes")["rows"][0][:2] == [name, pytest.approx(relative, rel=1e-6)]
     assert made["sections"][0]["id"] == "changes"
-    assert made["verdicts"][1] == {"state": "unsure", "text": "Differs from other: 1 of 21 tensors changed"}
+    assert made["verdicts"][1] == {"state": "differs", "text": "Differs from other: 1 of 21 tensors changed"}
     assert "drift" not in [s["id"] for s in made["sections"]]  # a map of one cell
     found = dict(zip(made["tensors"]["names"], columns(made)["relative"], strict=True))
     assert found.pop(name) == pytest.approx(relative, rel=1e-6)
@@ -167,8 +167,9 @@ def test_change_is_drawn_by_layer_and_module(model: Path, tmp_path: Path) -> Non
 def test_values_that_nobody_read_are_not_called_equal(model: Path, tmp_path: Path) -> None:
     view = PageView(choice=TensorChoice(), html=tmp_path / "r.html", diff=model)
     found = look(view, model, OpenOptions())
-    if found.diff is not None:
-        found.diff.values = False  # as headers alone say it
+    assert isinstance(found, ReportContents)
+    assert found.diff is not None
+    found.diff.values = False  # as headers alone say it
     verdict = document(found)["verdicts"][1]
     assert verdict["state"] == "unknown"
     assert "values not compared" in verdict["text"]
@@ -242,7 +243,7 @@ def test_elements_smaller_than_a_byte_have_no_statistics(tmp_path: Path) -> None
     (src / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     done, made = report(src, tmp_path / "r.html", "--stats", "--diff", src, "--values")
     assert done.code == 0
-    assert made["notes"][-1] == "2 tensors have no statistics: elements smaller than a byte"
+    assert made["notes"][-1] == "no statistics of 2 tensors: elements smaller than a byte"
     assert columns(made)["norm"] == [None, None]
 
 

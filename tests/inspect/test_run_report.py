@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def saved(root: Path, weights: Weights) -> None:
 def weights() -> dict[int, Weights]:
     """Of three steps: one tensor grows, and the last step has elements that are not finite in another one."""
     rng = np.random.default_rng(0)
-    first: Weights = {n: rng.normal(size=raw.bits.shape).astype(np.float32) for n, raw in llama("F32").items()}
+    first: Weights = {n: np.asarray(rng.standard_normal(raw.bits.shape), np.float32) for n, raw in llama("F32").items()}
     second = {**first, UP: (first[UP] * np.float32(1.5)).astype(np.float32)}
     third = {**second, UP: (second[UP] + np.float32(0.25)).astype(np.float32), BROKEN: first[BROKEN].copy()}
     third[BROKEN][0, :2] = np.nan
@@ -58,7 +59,7 @@ def section(made: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def norm(*arrays: np.ndarray[Any, np.dtype[Any]]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(a.astype(np.float64)[np.isfinite(a)])) for a in arrays)))
+    return math.sqrt(sum(float(np.sum(np.square(a[np.isfinite(a)].astype(np.float64)))) for a in arrays))
 
 
 def test_without_stats_only_headers_are_read(run: Path, tmp_path: Path) -> None:
@@ -140,6 +141,14 @@ def test_incomplete_checkpoints_are_listed_and_not_read(weights: dict[int, Weigh
     column = [c["title"] for c in section(made, "checkpoints")["columns"]].index("Norm")
     assert [row[column] is None for row in section(made, "checkpoints")["rows"]] == [False, False, True]
     assert made["tensors"]["others"]["names"] == ["checkpoint-1000", "checkpoint-500"]
+
+
+def test_an_adapter_among_models_is_left_out_with_a_note(tmp_path: Path) -> None:
+    made = report(Path("fixtures/merge/inputs"), tmp_path / "r.html", "--checkpoints", "--stats")
+    assert "lora1 is not in the charts: it has no model" in made["notes"]
+    names = [row[0] for row in section(made, "checkpoints")["rows"]]
+    assert "lora1" in names
+    assert made["tensors"]["names"]
 
 
 def test_checkpoints_of_what_opens_as_one(weights: dict[int, Weights], tmp_path: Path) -> None:

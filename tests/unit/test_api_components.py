@@ -47,7 +47,7 @@ def test_merge_takes_the_betas(tmp_path: Path) -> None:
     source = ZCC.parent / "sharding2_v1"
     with pytest.raises(CkptError, match="does not say the betas of Adam"):
         ckpttool.merge(source, to="dcp")
-    with pytest.raises(UsageError, match="give two numbers"):
+    with pytest.raises(UsageError, match="pass two numbers"):
         ckpttool.merge(source, to="dcp", betas=(0.9, 2))
     ckpttool.merge(source, to="dcp", betas=(0.9, 0.999)).run(tmp_path / "run")
     found = ckpttool.open(tmp_path / "run")

@@ -112,7 +112,7 @@ def test_arguments_have_their_names() -> None:
     source = ckpttool.open(LLAMA)
     for given, meant in {"tp_out": "tp", "remove_keys": "remove", "max_shardsize": "max_shard_size"}.items():
         with pytest.raises(TypeError, match=f"reshard.. has no argument {given}") as found:
-            source.reshard(**{given: 2})
+            source.reshard(**{given: 2})  # type: ignore[arg-type]
         assert isinstance(found.value, CkptError)
         assert found.value.hint == f"did you mean {meant}=?"
     with pytest.raises(TypeError, match="did you mean format="):
@@ -139,6 +139,10 @@ def test_arguments_have_their_names() -> None:
             "`ckpttool reshard FILE DIR --select PATH` first",
         ),
         ("open", "--split PATTERN=AXIS", "split=PATTERN=AXIS"),
+        ("size", "--quant-method has no effect", "`quant_method` has no effect"),
+        ("fp8_cast", "drop --quant-method", "drop `method`"),
+        ("report", "--check --values reads them", "check=True values=True reads them"),
+        ("size", "--no-mtp leaves them out", "mtp=False leaves them out"),
     ],
 )
 def test_options_become_arguments(function: str, said: str, meant: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import hypot, isfinite
+from math import hypot, isfinite, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.answers.by_layer import by_layer, norm
@@ -108,14 +108,17 @@ def read_history(
         place = pick_save(run.path, row.name)
         try:
             listing = _listed(place, options, choice, out)
+            if not listing.rows:
+                out.notes.append(f"{row.name} is not in the charts: it has no {out.component}")
+                continue
             step = _measured(row, listing, progress, fleet, out)
             if before is not None:
                 found = _compared(place, before[0], listing, choice, progress, fleet)
                 step = _with_changes(step, before[1], found)
                 out.whole = found if before[0] == first else None
-        except (UsageError, AccessError):
-            raise
         except CkptError as e:
+            if isinstance(e, AccessError) or (isinstance(e, UsageError) and not out.steps):
+                raise
             out.notes.append(f"{row.name} is not in the charts: {e.what}")
             continue
         out.steps.append(step)
@@ -169,7 +172,7 @@ def _measured(
 def _norm(stats: Stats) -> float:
     if stats.mean is None or stats.std is None:
         return 0.0
-    return (stats.elements - stats.nan - stats.inf) ** 0.5 * hypot(stats.mean, stats.std)
+    return sqrt(stats.elements - stats.nan - stats.inf) * hypot(stats.mean, stats.std)
 
 
 def _compared(
@@ -184,7 +187,7 @@ def _compared(
 
 def _with_changes(step: MeasuredStep, before: MeasuredStep, found: DiffResult) -> MeasuredStep:
     gap2 = sum(d.gap2 for d in found.elements if d.gap2 is not None)
-    whole = gap2**0.5 / before.norm if before.norm and isfinite(gap2) else float("nan") if gap2 else 0.0
+    whole = sqrt(gap2) / before.norm if before.norm and isfinite(gap2) else float("nan") if gap2 else 0.0
     drift = found.drift
     if drift is None:
         return step._replace(change=whole)

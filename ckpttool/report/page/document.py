@@ -285,7 +285,7 @@ def _is_flat(values: Sequence[Number]) -> bool:
 class Verdict(TypedDict):
     """An answer that stands above everything else."""
 
-    state: Literal["good", "bad", "unsure", "unknown"]
+    state: Literal["good", "bad", "unsure", "differs", "unknown"]
     text: str
 
 

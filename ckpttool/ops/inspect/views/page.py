@@ -156,8 +156,7 @@ class ReportContents(ViewAnswer):
             if components:
                 out.append(f"not compared: {', '.join(components)}, only {where}")
         if self.values and (bare := sum(v.stats is None for v in self.values)):
-            have = "has" if bare == 1 else "have"
-            out.append(f"{count(bare, 'tensor')} {have} no statistics: elements smaller than a byte")
+            out.append(f"no statistics of {count(bare, 'tensor')}: elements smaller than a byte")
         return list(dict.fromkeys(out))
 
     @property

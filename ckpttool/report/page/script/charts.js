@@ -52,7 +52,7 @@ const CHART = { high: 260, top: 12, bottom: 44, right: 14 };
 function drawLines(section) {
   const { x, series, log } = section;
   const scale = scaleOf(series.flatMap((s) => s.values), log);
-  if (!scale || !x.length) return [el("p", { class: "empty" }, "There are no values to draw.")];
+  if (!scale || !x.length) return [el("p", { class: "empty" }, "No values to draw.")];
   const place = el("div", { class: "chart" });
   const { line, say } = status("Point at the chart or move the slider to read values.");
   const slider = el("input", { type: "range", min: 0, max: x.length - 1, value: 0, "aria-label": `Position: ${section.x_label}` });
@@ -178,7 +178,7 @@ function drawHeatmap(section) {
   const { rows, columns, values, log } = section;
   const kind = section.value_kind ?? "number";
   const known = values.flat().filter((v) => isNumber(v) && (!log || v > 0));
-  if (!known.length) return [el("p", { class: "empty" }, "There are no values to draw.")];
+  if (!known.length) return [el("p", { class: "empty" }, "No values to draw.")];
   const high = known.reduce((a, b) => Math.max(a, b));
   const low = log ? known.reduce((a, b) => Math.min(a, b)) : Math.min(0, known.reduce((a, b) => Math.min(a, b)));
   const span = (log ? Math.log10(high / low) : high - low) || 1;
@@ -260,10 +260,10 @@ function drawTable(section) {
 const SEVERITIES = [["error", "\u2716"], ["warning", "\u26a0"], ["note", "\u2139"]];
 
 function drawFindings(section) {
-  const checked = Object.entries(section.checked).filter(([, n]) => n !== null).map(([noun, n]) => `${show("count", n)} ${noun}`);
+  const checked = Object.entries(section.checked).filter(([, n]) => n !== null).map(([noun, n]) => `${show("count", n)} ${n === 1 ? noun.replace(/s$/, "") : noun}`);
   const found = SEVERITIES.map(([severity]) => section.findings.filter((f) => f.severity === severity).length);
   const counted = SEVERITIES.flatMap(([severity], i) => (found[i] ? [plural(found[i], severity)] : []));
-  const text = section.findings.length ? `${counted.join(", ")}.` : "\u2714 Nothing was found.";
+  const text = section.findings.length ? `${counted.join(", ")}.` : "\u2714 No problems found.";
   const summary = el("p", { class: found[0] ? "verdict bad" : found[1] ? "verdict unsure" : "verdict" }, text, checked.length ? ` Checked: ${checked.join(", ")}.` : "");
   const item = (sign, finding) => el("li", { class: `finding ${finding.severity}` },
     el("p", null, el("span", { class: "badge" }, el("span", { "aria-hidden": "true" }, `${sign} `), finding.severity), " ", el("code", null, finding.id)),

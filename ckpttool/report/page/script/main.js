@@ -76,19 +76,20 @@ function contents(sections) {
   return { nav, watch };
 }
 
-const VERDICTS = { good: "\u2714", bad: "\u2716", unsure: "\u2260", unknown: "?" };
+const VERDICTS = { good: "\u2714", bad: "\u2716", unsure: "\u26a0", differs: "\u2260", unknown: "?" };
 
 function drawReport(report) {
   const header = el("header", { class: "top" }, el("div", null, el("h1", null, report.title), el("p", { class: "subtitle" }, report.subtitle)), themeSwitch());
   const facts = el("dl", { class: "facts" }, report.facts.map(([label, text]) => el("div", { class: text.length > 14 ? "wide" : null }, el("dt", null, label), el("dd", null, text))));
   const notes = report.notes.length ? el("div", { class: "notes", role: "note", "aria-label": "Notes" }, el("ul", null, report.notes.map((n) => el("li", null, n)))) : null;
   const verdicts = (report.verdicts ?? []).map(({ state, text }) => el("p", { class: `verdict ${state}` }, el("span", { "aria-hidden": "true" }, `${VERDICTS[state]} `), text));
+  if (verdicts.length) header.append(el("div", { class: "verdicts" }, verdicts));
   const { nav, watch } = contents(report.sections);
   // The table comes before the treemap is drawn, which has links into it.
   const drawn = new Map();
   for (const section of [...report.sections].sort((a, b) => (b.kind === "tensors") - (a.kind === "tensors"))) drawn.set(section, drawSection(section, report));
   const places = report.sections.map((section) => drawn.get(section));
-  const main = el("main", { id: "main" }, verdicts.length ? el("div", { class: "verdicts" }, verdicts) : null, report.facts.length ? facts : null, notes, places);
+  const main = el("main", { id: "main" }, report.facts.length ? facts : null, notes, places);
   const app = document.getElementById("app");
   app.replaceChildren(el("a", { class: "skip", href: "#main" }, "Skip to the report"), header, el("div", { class: "columns" }, report.sections.length > 1 ? nav : null, main), el("footer", null, "Made by ckpttool. Everything is in this file; it loads nothing."));
   watch(places);
