@@ -486,7 +486,7 @@ def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:
             free = ""
         return OutputError(f"no space left on the destination{free}", where=where)
     if e.errno == errno.EFBIG:
-        return OutputError("the destination does not take files of this size", where=where)
+        return OutputError("the destination does not allow files of this size", where=where)
     return OutputError(f"cannot write the destination: {e.strerror or e}", where=where)
 
 

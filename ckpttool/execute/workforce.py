@@ -206,7 +206,7 @@ class Workforce:
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
         self._worker_pool = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.outlet.locks)
         if self._worker_pool is None and count > 1:
-            self.notes.append("one thread computes: no other process can be started here")
+            self.notes.append("computing with one thread: no other process can be started here")
 
     def _job(self, memory: int, count: int = 1) -> ComputeJob:
         """For ``count`` workers, of whom each has so much memory."""

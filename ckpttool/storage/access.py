@@ -62,7 +62,7 @@ def check_secret(name: str, value: str, where: str) -> None:
     kind = "a line break" if found[0] in "\r\n" else "a control character"
     kind = kind if found[0].isascii() else "a character that is not ASCII"
     at = "at its end" if found.end() == len(value) else f"at position {found.start() + 1} of {len(value)}"
-    hint = f"set {name} again, as it was given out" if name.isupper() else "write it again, as it was given out"
+    hint = f"set {name} again, exactly as issued" if name.isupper() else "write it again, exactly as issued"
     raise AccessError(
         f"{name} has {kind} {at}", where=where, hint=f"{hint}; `$(cat FILE)` drops a line break at the end"
     )

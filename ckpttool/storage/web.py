@@ -182,7 +182,7 @@ def parse(text: str) -> WebPlace | hub.HubPlace:
     except ValueError as e:
         raise UsageError(str(e), where=shown(text)) from None
     if any(unquote(p) in (".", "..") for p in path.split("/")):
-        raise UsageError("the URL goes up with ..", where=shown(text), hint="write where it leads")
+        raise UsageError("the URL contains ..", where=shown(text), hint="write the URL that it leads to")
     url = f"{host.scheme}://{host}{path.rstrip('/')}"
     if model := hub.from_page(url):
         return model
@@ -316,7 +316,7 @@ def _list(place: WebPlace) -> dict[str, NamedEntry]:
             found |= {n: NamedEntry(n) for n in _plain(named.values())}
         elif isinstance(data, dict) and index != PIPELINE and "weight_map" not in data:
             raise UnsupportedError(
-                "this index names no files, and the web has no listings: what belongs to it cannot be found",
+                "this index names no files, and the web has no listings: its files cannot be found",
                 where=str(place / index),
                 hint="read the checkpoint from a directory or a bucket",
             )

@@ -279,7 +279,7 @@ def test_from_s3_to_s3(server: S3Server, tmp_path: Path) -> None:
     assert stored(server, "hf/") == read(tmp_path / "local")
     inside = ckpttool("reshard", "s3://bucket/hf", "s3://bucket/hf/ranks", "--to", "ranks", "--tp-out", "2", "--force")
     assert inside.code == 1
-    assert "the destination lies inside the source" in inside.err
+    assert "DST is inside SRC" in inside.err
     assert stored(server, "hf/") == read(tmp_path / "local")
 
 

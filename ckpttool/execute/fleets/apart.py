@@ -156,7 +156,7 @@ class ApartFleet:
         self._nodes = self._slots = 0
         head = self._head or self._address
         host, _, port = head.rpartition(":")
-        where = [f"--on {self._name}", said and f"last words: {said}"]
+        where = [f"--on {self._name}", said and f"last output: {said}"]
         if not host or not port.isdecimal():
             return OutputError("no connection to the cluster", where=where, hint="see `ray status`")
         try:

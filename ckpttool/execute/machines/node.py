@@ -91,7 +91,7 @@ class NodeWorker:
         """The plan is what was sent, and the sources of this machine are those that were planned."""
         plan, job = self._job.plan, self._job
         if plan.digest() != job.planned:
-            raise ConflictError("the plan that this machine has is not the one of the run", hint="repeat the command")
+            raise ConflictError("the plan of this machine differs from that of the run", hint="repeat the command")
         here = [s for s in plan.sources if isinstance(parse_place(s.path), Path)]
         if any(not Path(s.path).is_absolute() for s in here) and Path.cwd() != Path(job.directory):
             hint = "give SRC as an absolute path that all nodes have"

@@ -165,7 +165,7 @@ def _member(number: int, of: int, option: str, found: _LauncherVariables | None 
             raise UsageError(
                 f"{option}: process {found.rank:,} of {of:,}, counted from 0, cannot be",
                 where=where,
-                hint=f"say it yourself: {_EXAMPLE}",
+                hint=f"set it yourself: {_EXAMPLE}",
             )
         raise UsageError(f"{option}: parts are counted from 1 to {of:,}", hint=_EXAMPLE)
     return Member(number, of)
@@ -214,7 +214,7 @@ def _contradiction(one: _LauncherVariables, other: _LauncherVariables) -> UsageE
     return UsageError(
         f"--part auto: {one.by.name} and {other.by.name} disagree about which process this is",
         where=(str(one), str(other)),
-        hint=f"unset the variables that are left over, or say it yourself: {_EXAMPLE}",
+        hint=f"unset the variables that are left over, or set it yourself: {_EXAMPLE}",
     )
 
 
@@ -257,7 +257,7 @@ def _read(row: Launcher, environment: Mapping[str, str]) -> _LauncherVariables |
             raise UsageError(
                 f"--part auto: {row.name} with gaps does not tell which of its elements this is",
                 where=said,
-                hint=f"number them without gaps (--array=1-8), or say it yourself: {_EXAMPLE}",
+                hint=f"number them without gaps (--array=1-8), or set it yourself: {_EXAMPLE}",
             )
     return _LauncherVariables(row, rank, size, spans, said)
 
@@ -272,7 +272,7 @@ def _number(environment: Mapping[str, str], name: str, row: Launcher, said: str)
     text = environment.get(name, "")
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         what = f"{name} is `{text}`" if text else f"{name} is not set"
-        raise UsageError(f"--part auto: {what}", where=f"{row.name}: {said}", hint=f"say it yourself: {_EXAMPLE}")
+        raise UsageError(f"--part auto: {what}", where=f"{row.name}: {said}", hint=f"set it yourself: {_EXAMPLE}")
     return int(text)
 
 

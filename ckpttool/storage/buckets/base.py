@@ -171,7 +171,7 @@ class FileSlice:
         n = min(_MIB, self.size - self._at)
         data = os.pread(self._fd, n, self._start + self._at) if n else b""
         if n and not data:
-            raise OSError(errno.EIO, "the file is shorter than it was made")
+            raise OSError(errno.EIO, "the file is shorter than when it was written")
         self._at += len(data)
         return data
 
@@ -233,7 +233,7 @@ def understood(where: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise AccessError("the answer is not one of an object store", where=where) from None
+        raise AccessError("the answer does not come from an object store", where=where) from None
 
 
 def no_bucket(kind: str, where: str, hint: str, *, writes: bool) -> CkptError:
@@ -258,7 +258,7 @@ def unlisted(e: OSError | CkptError, where: str, address: str) -> OSError | Ckpt
     """
     if not isinstance(e, FileNotFoundError):
         return e
-    what = "the answer is not one of an object store: 404 to a listing"
+    what = "the answer does not come from an object store: 404 to a listing"
     return AccessError(what, where=where, hint=f"check {address}")
 
 
