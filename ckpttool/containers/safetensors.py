@@ -392,8 +392,8 @@ def _key(name: str) -> bytes:
         if name != "__metadata__":
             return name.encode()
     raise UnsupportedError(
-        f"{name!a} cannot be the name of a tensor in a safetensors file",
-        hint="--rename OLD=NEW gives it another one",
+        f"{name!a} is not a valid tensor name in a safetensors file",
+        hint="--rename OLD=NEW renames it",
     )
 
 

@@ -308,4 +308,4 @@ class Decoder(threading.local):
             block = part.decode(lo, hi, self._read) if lo <= at < hi else b""
             if len(block) == hi - lo > 0:
                 return encoding, lo, hi, block
-        raise CorruptError("a source has changed while it was read", where=encoding.path, hint="repeat the command")
+        raise CorruptError("a source changed while it was read", where=encoding.path, hint="repeat the command")

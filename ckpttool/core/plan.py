@@ -78,7 +78,7 @@ class AssertEqual(NamedTuple):
 
 
 TIED_HINT = (
-    "to use one for both, leave the other out with --remove-keys; to keep both, set"
+    "to use one for both, drop the other with --remove-keys; to keep both, set"
     " tie_word_embeddings to false in the config.json of the source"
 )
 """What to do about tied tensors that differ."""

@@ -662,8 +662,12 @@ def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "link"), "something else changed an output", id="link"),
-        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "name"), "something else changed an output", id="name"),
+        pytest.param(
+            lambda d: elsewhere(d / "output/files/rank_0.bin", "link"), "something else changed an output", id="link"
+        ),
+        pytest.param(
+            lambda d: elsewhere(d / "output/files/rank_0.bin", "name"), "something else changed an output", id="name"
+        ),
         pytest.param(lambda d: elsewhere(d / "output/files", "link"), "symbolic links", id="files"),
         pytest.param(lambda d: elsewhere(d / "output", "link"), "something else changed an output", id="output"),
         pytest.param(lambda d: (d / "output/linked").write_text('[[0, "linked"]]'), "cannot be read", id="linked"),

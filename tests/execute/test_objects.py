@@ -224,7 +224,7 @@ def test_the_remains_of_another_plan(store: ObjectStore, plan: Plan, tmp_path: P
     other.outputs[0] = replace(other.outputs[0], name="another.bin")
     interrupted(store, other)
     before = store.files()
-    with pytest.raises(ConflictError, match="the interrupted run had another plan"):
+    with pytest.raises(ConflictError, match="the interrupted run had a different plan"):
         write(plan, resume=True)
     assert store.files() == before
     write(plan, force=True)  # and its upload under another name goes, too

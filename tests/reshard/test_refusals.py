@@ -661,7 +661,7 @@ def test_destination_in_the_source(where: str, tmp_path: Path) -> None:
 
 def test_source_in_the_destination(tmp_path: Path) -> None:
     src = hf(tmp_path)
-    assert "inside the destination" in refused(src, tmp_path, "--force")
+    assert "SRC is inside DST" in refused(src, tmp_path, "--force")
     assert (src / "model.safetensors").exists()
 
 

@@ -278,7 +278,7 @@ class ObjectDestination:
             self._check_members(state)
             if state.state == WRITING and (state.plan, state.parts) != (digest, parts):
                 raise ConflictError(
-                    "the interrupted run had another plan: the source, the options or the version of ckpttool have"
+                    "the interrupted run had a different plan: the source, the options or the version of ckpttool have"
                     " changed",
                     where=f"{self._text}: plan {state.plan[:12]}, now {digest[:12]}",
                     hint="repeat the command of the interrupted run with --resume, or use --force to start over",

@@ -138,7 +138,7 @@ def cache_of(model: SizedModel, dtype: str, mesh: Mesh, *, tokens: int, batch: i
     its layers keep, ConflictError and LayoutError for a field that has a value which it cannot have.
     """
     if dtype not in KINDS:
-        raise UsageError(f"--kv `{dtype}` is not known", hint="one of " + ", ".join(KINDS))
+        raise UsageError(f"unknown --kv `{dtype}`", hint="one of " + ", ".join(KINDS))
     if length and length < tokens:
         raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
     try:
