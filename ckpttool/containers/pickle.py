@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.core.encodings import Encoding, Span, Text, latin1
 from ckpttool.core.files import DataFile, OpenFile, Place
+from ckpttool.core.words import count
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import open_file, readable
 
@@ -419,7 +420,7 @@ class Machine:
         value = self.plain(self.stack.pop())
         if whole and self.tell() != self.size:
             self.start = self.tell()
-            self.corrupt(f"{self.size - self.tell():,} bytes follow the end of the pickle")
+            self.corrupt(f"the pickle ends before the file: {count(self.size - self.tell(), 'byte')} left")
         self.memo.clear()
         if not self.walk(value) and self.vocabulary.keeps_odd:
             value = self.acyclic(value, set(), {})

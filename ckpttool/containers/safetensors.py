@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, overload
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.core.files import DataFile, Place
+from ckpttool.core.words import count
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.identify import identify
 from ckpttool.storage.place import open_file
@@ -73,7 +74,7 @@ def read_raw(path: Place) -> tuple[DataFile, bytes]:
             if len(first) < 8:
                 raise HeaderError(
                     "header-length",
-                    f"the file has {len(first)} bytes, a safetensors file has at least 8",
+                    f"the file has {count(len(first), 'byte')}, a safetensors file has at least 8",
                     where=str(path),
                     hint="the download or save was cut off; fetch the file again",
                 )

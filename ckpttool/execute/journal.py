@@ -1,4 +1,4 @@
-"""What of a run is finished and on disk, in a file beside the output, so that an interrupted run can go on.
+"""A journal of the finished parts of a run, in a file beside the output, so that an interrupted run can continue.
 
 The first line identifies the plan; each further line lists parts whose bytes were made durable before the line was
 written, with the checksums of tensors that they completed, and a checksum (CRC-32) of the line itself, because what it

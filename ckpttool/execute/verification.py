@@ -218,7 +218,7 @@ class Checker:
 
     @property
     def files(self) -> Iterator[DataFile]:
-        """What must be the same wherever the checks are done."""
+        """Settings that must be equal on all machines that check."""
         for side in self._sides:
             yield from side.source
         yield from self._outputs

@@ -107,7 +107,7 @@ class CompletionQueue:
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """Where the outputs of a plan are made on this machine."""
+    """The directory of a plan's outputs on this machine."""
 
     paths: Sequence[str]
     """Paths of the outputs."""
@@ -186,7 +186,7 @@ class Workforce:
         return moved + sum(list(self._computed_at.values()))
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
-        """What is finished and has not been recorded; nobody hears of it again."""
+        """Takes the tasks that are finished and not yet recorded."""
         records = [*self._unrecorded, *self._ledger.take()]
         self._unrecorded = []
         self._ledger.saved(sum([p.nbytes for r in records for p in r.parts]))

@@ -36,7 +36,7 @@ def offline() -> bool:
 
 
 def set_access(*, anonymous: bool = False, offline: bool = False) -> None:
-    """What a command line asks for; what it does not ask for stays as the environment has it."""
+    """The access options of a command line; the environment decides what they leave open."""
     if anonymous:
         os.environ[ANONYMOUS] = "1"
     if offline:
@@ -44,7 +44,7 @@ def set_access(*, anonymous: bool = False, offline: bool = False) -> None:
 
 
 def settings() -> dict[str, str]:
-    """What another machine has to be told to act as this one: no secrets."""
+    """Settings that another machine needs to act like this one: no secrets."""
     return {name: os.environ[name] for name in (ANONYMOUS, OFFLINE) if name in os.environ}
 
 
@@ -69,5 +69,5 @@ def check_secret(name: str, value: str, where: str) -> None:
 
 
 def _is_set(name: str) -> bool:
-    """As huggingface_hub reads its own."""
+    """Whether a variable's value means yes, as huggingface_hub decides it."""
     return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")

@@ -40,7 +40,7 @@ class HubPlace(RemotePlace):
     def __init__(self, revision: HubRevision, path: str = "") -> None:
         self._revision = revision
         self.path = path
-        """With slashes; "" is the repository."""
+        """The path in the repository, with slashes; "" is the repository itself."""
 
     @property
     def repo(self) -> str:

@@ -197,7 +197,7 @@ def may_pass(status: int) -> bool:
 
 
 def passing(status: int, headers: Message | Mapping[str, str]) -> tuple[str, str]:
-    """What such an answer means, and a hint."""
+    """The meaning of such an answer, and a hint."""
     what = f"the Hub allows no more requests for now{_rate(headers)}" if status == 429 else f"the Hub answers {status}"
     return what, "wait, then run it again"
 

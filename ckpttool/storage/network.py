@@ -48,7 +48,7 @@ _OWN = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "64:ff9b:1::/48", "fec0:
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 _BOTH_WAYS = 2
-"""Of ``shutdown``, by POSIX."""
+"""Errors that POSIX allows ``shutdown`` to raise."""
 
 
 class Clock:
@@ -71,7 +71,7 @@ class UnknownHostError(OSError):
 
 
 class Host(NamedTuple):
-    """Where a connection leads."""
+    """The other end of a connection."""
 
     scheme: str
     name: str

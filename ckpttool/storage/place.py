@@ -130,7 +130,7 @@ class FileInFolder(NamedTuple):
     """A file in a directory, or further down."""
 
     name: str
-    """With slashes."""
+    """The path, with slashes."""
     size: int
     time: float | None
     """Seconds since 1970 at which it was changed last; None where that is not known."""

@@ -113,7 +113,7 @@ class TarPlace(RemotePlace):
         return tar.files[self.at]
 
     def _tar(self, now: DataFile | None = None) -> _TarContents:
-        """What is in the tar; ``now`` is the tar as it is."""
+        """The members of the tar; ``now`` is its current state."""
         if not isinstance(self.archive, Path):
             archive = now or _known.get(self.archive) or DataFile.at(self.archive)
             _known[self.archive] = archive
@@ -251,7 +251,7 @@ class _TarHeaderReader:
         return size
 
     def describe(self, kind: bytes, at: int, size: int, said: dict[str, str]) -> None:
-        """What a description says of the member after it."""
+        """The fields that a description sets for the member after it."""
         if size > MAX_DESCRIPTION:
             self.corrupt(f"the description of a member has {size:,} bytes")
         data = self.pread(size, at)

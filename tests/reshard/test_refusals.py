@@ -655,7 +655,7 @@ def test_destination_in_the_source(where: str, tmp_path: Path) -> None:
     src = hf(tmp_path)
     before = sorted(p.name for p in src.iterdir())
     error = refused(src, src / where, "--force")
-    assert "inside the" in error or "SRC and DST are the same" in error
+    assert "DST is inside SRC" in error or "SRC and DST are the same" in error
     assert sorted(p.name for p in src.iterdir()) == before
 
 

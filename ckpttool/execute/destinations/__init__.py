@@ -1,5 +1,5 @@
-"""Which destination a place is. Another one is an addition: a module with ``destination(dst, options)``, and with
-``branch(said, plan, tasks)`` if several machines can write there.
+"""The destination for each kind of place. Another one is an addition: a module with ``destination(dst, options)``, and
+with ``branch(said, plan, tasks)`` if several machines can write there.
 """
 
 from __future__ import annotations

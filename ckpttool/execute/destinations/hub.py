@@ -86,7 +86,7 @@ class HubDestination:
         self._notes: list[str] = []
         self._spool = Spool(f"hf://{self.repo}@{self.branch}/{self.prefix}")
         self._paths: list[Path] = []
-        """Where the outputs are made, by their numbers."""
+        """Local paths of the outputs, by their numbers."""
         self._sender = Sender(self._upload, UPLOADS, _bytes)
         self._sent: list[CommitOperationAdd] = []
         self._known: set[Path] = set()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TRIES = 6
-"""In about a minute."""
+"""Tries, over about a minute."""
 
 
 def api() -> HfApi:

@@ -58,7 +58,7 @@ class ObjectBranch:
         self._own: set[tuple[int, int]] = set()
         """The chunks that the order asks for: (output, chunk)."""
         self._ready: set[tuple[int, int]] = set()
-        """Those of them to which nothing more is written."""
+        """The chunks to which nothing more is written."""
         self._chunks = Chunks(plan, (), self._sizes)
         self._stop = threading.Event()
         self._outbox = self._new_outbox()

@@ -146,7 +146,7 @@ class ApartFleet:
         raise self._connection_error(error[1].strip().splitlines()[-1])
 
     def _last_line(self) -> str:
-        """What the engine printed last: its first sentence, without time and place."""
+        """The engine's last output: its first sentence, without time and place."""
         self._printed.seek(0)
         lines = [line for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         return re.sub(r"^\[[^]]*\] \S+: ", "", lines[-1]).strip().partition(". ")[0] if lines else ""

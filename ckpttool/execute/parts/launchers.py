@@ -1,4 +1,4 @@
-"""Which of how many processes this is, for ``--part``: as it is written, or as the launcher's variables say.
+"""The number of this process and their count, for ``--part``: as written, or from the launcher's variables.
 
 Launchers lie inside each other: torchrun in a task of Slurm, which may be an element of an array. The innermost that
 split the work counts. What contradicts is refused with what to write instead: two processes that take the same part
@@ -102,7 +102,7 @@ class Membership:
 
     member: Member
     source: str = ""
-    """Who says so: ``Slurm (srun): SLURM_PROCID=2, SLURM_NTASKS=8``; "" where it was written."""
+    """The source of these numbers: ``Slurm (srun): SLURM_PROCID=2, SLURM_NTASKS=8``; "" where it was written."""
 
 
 @dataclass(frozen=True, slots=True)

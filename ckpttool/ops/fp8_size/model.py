@@ -67,7 +67,7 @@ class SizedModel:
     kinds: list[WeightKind]
     """The kind of each weight."""
     stored: dict[str, SizedTensor] = field(default_factory=dict)
-    """What SRC stores, by name; empty for a config alone."""
+    """The tensors that SRC stores, by name; empty for a config alone."""
     codes: Codes = field(default_factory=Codes)
     checkpoint: StoredCheckpoint | None = None
     without_mtp: bool = False

@@ -176,7 +176,7 @@ class FileSlice:
         return data
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        """Where the next bytes are read; the beginning is 0."""
+        """Position of the next bytes to read, from 0."""
         if self._stop.is_set():
             raise SliceStoppedError
         self._at = at + (0, self._at, self.size)[whence]
