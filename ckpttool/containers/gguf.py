@@ -99,7 +99,7 @@ class _GgufHeader:
                 )
             self._window, self._begin, lo = self.file.pread(max(n, _WINDOW), self.at), self.at, 0
             if len(self._window) < n:
-                self.corrupt("the file has changed while it was read")
+                self.corrupt("the file changed while it was read")
         self.at += n
         return self._window[lo : lo + n]
 
@@ -128,7 +128,7 @@ class _GgufHeader:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind != _ARRAY:
-            self.corrupt(f"a value of the header has the type {kind}, which there is not")
+            self.corrupt(f"a value of the header has the unknown type {kind}")
         inner, n = self.number("I"), self.count("elements of an array")
         if inner in _SCALARS:
             each = struct.calcsize("<" + _SCALARS[inner])
@@ -137,7 +137,7 @@ class _GgufHeader:
             self.skip(n * each)
             return None
         if inner != _TEXT:
-            self.corrupt(f"an array of the header has elements of the type {inner}")
+            self.corrupt(f"an array of the header has elements of the unknown type {inner}")
         found = [self.text(skip=n > _KEPT) for _ in range(n)] if n <= _KEPT else None
         for _ in range(n if found is None else 0):
             self.text(skip=True)
@@ -163,7 +163,7 @@ class _GgufHeader:
         for _ in range(keys):
             name = self.text()
             if name in said:
-                self.corrupt(f"the key `{name[:80]}` is there twice")
+                self.corrupt(f"the key `{name[:80]}` occurs twice")
             said[name] = self.value(self.number("I"))
         described = [self.tensor() for _ in range(tensors)]
         alignment = said.get("general.alignment", 32)
@@ -196,7 +196,7 @@ class _GgufHeader:
                 )
             return GgufTensor(name, "F32", shape, offset, elements // Q8_ELEMENTS * Q8_BYTES, coded=True)
         if kind not in _DTYPES:
-            self.corrupt(f"tensor `{name[:80]}` has the type {kind}, which there is not")
+            self.corrupt(f"tensor `{name[:80]}` has the unknown type {kind}")
         dtype = _DTYPES[kind]
         return GgufTensor(name, dtype, shape, offset, elements * _SIZES[dtype], coded=False)
 
@@ -206,7 +206,7 @@ class _GgufHeader:
         end, last, size = base, "", self.file.info.size
         for t in sorted(tensors, key=lambda t: t.offset):
             if t.name in names:
-                self.corrupt(f"tensor `{t.name[:80]}` is there twice")
+                self.corrupt(f"tensor `{t.name[:80]}` occurs twice")
             names.add(t.name)
             if (t.offset - base) % alignment:
                 self.corrupt(f"tensor `{t.name[:80]}` does not begin at a multiple of {alignment}")

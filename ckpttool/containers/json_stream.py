@@ -111,7 +111,7 @@ class JsonStream:
     def _take(self, wanted: str) -> None:
         c = self._peek()
         if c != wanted:
-            self.fail(f"`{wanted}` is expected, and there is {f'`{c}`' if c else 'the end of the file'}")
+            self.fail(f"`{wanted}` expected, found {f'`{c}`' if c else 'the end of the file'}")
         self._pos += 1
 
     def starts(self, character: str) -> bool:

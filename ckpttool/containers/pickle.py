@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.core.encodings import Encoding, Span, Text, latin1
 from ckpttool.core.files import DataFile, OpenFile, Place
+from ckpttool.core.words import count
 from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.place import open_file, readable
 
@@ -270,7 +271,7 @@ class Machine:
         raise CorruptError(what, where=self.where(), hint="fetch or write the file again")
 
     def refuse(self, what: str, hint: str = "") -> NoReturn:
-        hint = hint or f"nothing in the file was executed; {self.vocabulary.danger}"
+        hint = hint or f"nothing in the file was run; {self.vocabulary.danger}"
         raise UnsupportedError(what, where=self.where(), hint=hint)
 
     def short(self, needed: int) -> NoReturn:
@@ -302,7 +303,7 @@ class Machine:
         if at - self.begin - self.skipped > MAX_STRUCTURE:
             self.refuse(
                 f"the pickle has more than {MAX_STRUCTURE:,} bytes besides its arrays",
-                "no checkpoint known has so many",
+                "no known checkpoint has so many",
             )
         self.buffer = self.pread(at, max(n, self.ahead))
         self.ahead = min(2 * self.ahead, _WINDOW)
@@ -338,7 +339,7 @@ class Machine:
         """Count values that containers hold."""
         self.made += n
         if max(self.made, len(self.memo), len(self.marks), len(self.stack) + self.below) > MAX_VALUES:
-            self.refuse(f"the pickle has more than {MAX_VALUES:,} values", "no checkpoint known has so many")
+            self.refuse(f"the pickle has more than {MAX_VALUES:,} values", "no known checkpoint has so many")
 
     def line(self) -> str:
         """Text up to a newline."""
@@ -366,7 +367,7 @@ class Machine:
         self.texts += n
         if self.texts > MAX_TEXTS:
             self.refuse(
-                f"the texts of the pickle have more than {MAX_TEXTS:,} bytes", "no checkpoint known has so many"
+                f"the texts of the pickle have more than {MAX_TEXTS:,} bytes", "no known checkpoint has so many"
             )
 
     # Run.
@@ -419,7 +420,7 @@ class Machine:
         value = self.plain(self.stack.pop())
         if whole and self.tell() != self.size:
             self.start = self.tell()
-            self.corrupt(f"{self.size - self.tell():,} bytes lie after the end of the pickle")
+            self.corrupt(f"the pickle ends before the file: {count(self.size - self.tell(), 'byte')} left")
         self.memo.clear()
         if not self.walk(value) and self.vocabulary.keeps_odd:
             value = self.acyclic(value, set(), {})
@@ -438,7 +439,7 @@ class Machine:
     def deep(self) -> NoReturn:
         self.refuse(
             f"values of the pickle are nested deeper than {MAX_DEPTH}, or one holds itself",
-            "no checkpoint known does this",
+            "no known checkpoint does this",
         )
 
     def acyclic(self, v: Any, path: set[int], done: dict[int, tuple[Any, Any]]) -> Any:
@@ -484,7 +485,9 @@ class Machine:
                     inner += [k for k in v if type(k) is PickledObject]
                 seen += 1 + len(held)
                 if seen > most:
-                    self.refuse("a few values of the pickle stand in very many places", "no checkpoint known does this")
+                    self.refuse(
+                        "a few values of the pickle are used in very many places", "no known checkpoint does this"
+                    )
                 if inner:
                     todo.append(iter(inner))
                     break
@@ -507,7 +510,7 @@ class Machine:
         if kind is _Args:
             if v.value is None:
                 if v.depth > MAX_DEPTH:
-                    self.refuse(f"tuples are nested deeper than {MAX_DEPTH}", "no checkpoint known does this")
+                    self.refuse(f"tuples are nested deeper than {MAX_DEPTH}", "no known checkpoint does this")
                 v.value = self.named(v.items)
             return v.value
         odd = self.vocabulary.keeps_odd
@@ -623,7 +626,7 @@ class Machine:
 
     def mark(self) -> None:
         if len(self.marks) >= MAX_MARKS:
-            self.refuse(f"the pickle has more than {MAX_MARKS:,} open marks", "no checkpoint known has so many")
+            self.refuse(f"the pickle has more than {MAX_MARKS:,} open marks", "no known checkpoint has so many")
         self.below += len(self.stack)
         self.marks.append(self.stack)
         self.stack = []
@@ -700,7 +703,7 @@ class Machine:
             if not fine and not (type(k) is PickledObject and k is key):
                 if self.vocabulary.keeps_odd:
                     return self.inert(f"a key of type {type(key).__name__}", key)
-                self.refuse(f"a dict has a key of type {type(k).__name__}", "no checkpoint known has such keys")
+                self.refuse(f"a dict has a key of type {type(k).__name__}", "no known checkpoint has such keys")
         return key
 
     def target(self, kind: type) -> Any:

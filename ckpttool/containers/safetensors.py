@@ -24,6 +24,7 @@ from ckpttool.core.activity import activity
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.dtypes import DTYPES, ORDER, nbytes
 from ckpttool.core.files import DataFile, Place
+from ckpttool.core.words import count
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpttool.storage.identify import identify
 from ckpttool.storage.place import open_file
@@ -74,7 +75,7 @@ def read_raw(path: Place) -> tuple[DataFile, bytes]:
             if len(first) < 8:
                 raise HeaderError(
                     "header-length",
-                    f"the file has {len(first)} bytes, a safetensors file has at least 8",
+                    f"the file has {count(len(first), 'byte')}, a safetensors file has at least 8",
                     where=str(path),
                     hint="the download or save was cut off; fetch the file again",
                 )
@@ -394,8 +395,8 @@ def _key(name: str) -> bytes:
         if name != "__metadata__":
             return name.encode()
     raise UnsupportedError(
-        f"{name!a} cannot be the name of a tensor in a safetensors file",
-        hint="--rename OLD=NEW gives it another one",
+        f"{name!a} is not a valid tensor name in a safetensors file",
+        hint="--rename OLD=NEW renames it",
     )
 
 

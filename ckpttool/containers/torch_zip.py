@@ -96,7 +96,7 @@ class TorchFile:
             raise UnsupportedError(
                 f"a tensor repeats the {held:,} bytes of its storage until it has {count * size:,}",
                 where=where,
-                hint="no checkpoint known does this; save tensor.clone()",
+                hint="no known checkpoint does this; save tensor.clone()",
             )
         plain = tensor.strides == contiguous_strides(tensor.shape)
         at = begin + tensor.offset * size
@@ -354,7 +354,7 @@ def _members(source: _ZipSource) -> tuple[dict[str, _ZipMember], int]:
             source.corrupt("the zip64 directory is not where the zip says")
         count, size, start = end[7:]
     if size > MAX_DIRECTORY or count > MAX_MEMBERS:
-        source.unsupported(f"the zip has {count:,} members", "no checkpoint known has so many")
+        source.unsupported(f"the zip has {count:,} members", "no known checkpoint has so many")
     data = source.pread(source.begin + start, size)
     found: dict[str, _ZipMember] = {}
     at = 0
@@ -371,7 +371,7 @@ def _members(source: _ZipSource) -> tuple[dict[str, _ZipMember], int]:
             raise ConflictError(
                 f"the zip has two members called `{printable(name)}`",
                 where=str(source.info.place),
-                hint="write the file again: it is undefined which of them counts",
+                hint="write the file again: programs differ in which one they read",
             )
         found[name] = _ZipMember(header, full, fields[7], method != 0 or flags & 1 != 0 or packed != full)
     return found, source.begin + start
@@ -409,7 +409,7 @@ def _read_legacy(source: _ZipSource) -> TorchFile:
     source.begins_pickle(at)
     if value() != MAGIC:
         source.unsupported(
-            "this is a pickle, but not one of torch.save", "give the file of weights; nothing in it was executed"
+            "this pickle was not written by torch.save", "give the file of weights; nothing in it was run"
         )
     if value() != LEGACY_VERSION:
         source.unsupported("this file of torch.save has an unknown version", "load and save it with a newer torch")

@@ -27,7 +27,7 @@ from ckpttool.errors import ConflictError, IncompleteError
 
 
 class Key(NamedTuple):
-    """What identifies a logical tensor: the same name in two components is two tensors."""
+    """The identity of a logical tensor: the same name in two components is two tensors."""
 
     name: str
     component: str = "model"
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """What one file holds under one name."""
+    """A tensor as one file stores it, under one name."""
 
     name: str
     dtype: str
@@ -112,7 +112,7 @@ class _Alike(Sequence[_T]):
 
     def __init__(self, like: StoredTensor, files: tuple[int, ...], offsets: array[int]) -> None:
         self.like = like
-        """What they have in common."""
+        """The fields that they share."""
         self.files, self.offsets = files, offsets
 
     def stored(self, at: int, shape: tuple[int, ...]) -> StoredTensor:
@@ -204,10 +204,10 @@ class Pad(NamedTuple):
 
 
 class RankTensor(NamedTuple):
-    """What one rank of a target stores of one logical tensor."""
+    """The share of a logical tensor that one rank of a target stores."""
 
     name: str
-    """In the rank's file; layers may be numbered locally."""
+    """The name in the rank's file; layers may be numbered locally."""
     dtype: str
     shape: tuple[int, ...]
     """Shape of the stored tensor, padding included."""

@@ -61,7 +61,7 @@ ORDER: dict[str, int] = {d.name: i for i, d in enumerate(_TABLE)}
 _BY_ALIAS = {alias: d.name for d in _TABLE for alias in (d.name.lower(), d.numpy, *d.aliases)}
 
 CASTABLE = frozenset({"F16", "BF16", "F32", "F64"})
-"""What ``--dtype`` converts from and to; FP8 needs a scale and is not a cast."""
+"""Dtypes that ``--dtype`` converts from and to; FP8 needs a scale and is not a cast."""
 
 
 def lookup(name: str, *, where: str = "") -> DType:
@@ -80,7 +80,7 @@ def find(text: str) -> DType | None:
 
 
 def parse(text: str) -> DType:
-    """As ``find``. Raises UnsupportedError for an unknown name."""
+    """Finds a dtype by name. Raises UnsupportedError for an unknown one."""
     found = find(text)
     if found is None:
         raise UnsupportedError(

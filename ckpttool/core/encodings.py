@@ -253,7 +253,7 @@ class Encoding:
     """The bytes that a file is decoded to."""
 
     name: str
-    """What is decoded: ``text``, ``moments``, ``blocks`` or ``given``."""
+    """The encoding: ``text``, ``moments``, ``blocks`` or ``given``."""
     path: str
     """The file's path, for errors."""
     parts: list[Text | Moment | Blocks8 | Given] = field(default_factory=list)
@@ -276,7 +276,7 @@ class Encoding:
 
 
 Contents = str | Encoding
-"""What is read: a file by its path, or what it is decoded to."""
+"""The source: a file by its path, or its decoded bytes."""
 
 
 _Held = tuple[Encoding | None, int, int, bytes | memoryview]
@@ -308,4 +308,4 @@ class Decoder(threading.local):
             block = part.decode(lo, hi, self._read) if lo <= at < hi else b""
             if len(block) == hi - lo > 0:
                 return encoding, lo, hi, block
-        raise CorruptError("a source has changed while it was read", where=encoding.path, hint="repeat the command")
+        raise CorruptError("a source changed while it was read", where=encoding.path, hint="repeat the command")

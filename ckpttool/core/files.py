@@ -75,7 +75,7 @@ class Remote(Protocol):
     def is_dir(self) -> bool: ...
     def exists(self) -> bool: ...
     def scan(self) -> Iterable[Entry]:
-        """What a directory holds."""
+        """The entries of a directory."""
 
     def identity(self) -> tuple[int, str]:
         """Bytes of a file, and its tag (see ``DataFile``)."""
@@ -94,7 +94,7 @@ class Remote(Protocol):
 
 Place: TypeAlias = Path | Remote
 AnyPlace: TypeAlias = str | os.PathLike[str] | Remote
-"""What ``parse_place`` takes."""
+"""The types that ``parse_place`` takes."""
 
 
 class DataFile(NamedTuple):
@@ -109,7 +109,7 @@ class DataFile(NamedTuple):
 
     @property
     def contents(self) -> Contents:
-        """What stored tensors are read from."""
+        """A file from which stored tensors are read."""
         return self.encoding or str(self.place)
 
     @classmethod

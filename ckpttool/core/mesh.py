@@ -24,7 +24,7 @@ from ckpttool.errors import LayoutError, UsageError
 
 
 class Coords(NamedTuple):
-    """Where one rank stands."""
+    """The coordinates of one rank."""
 
     rank: int
     pp: int
@@ -49,7 +49,7 @@ class Mesh:
     """Layers of each pipeline chunk, first to last; chunk c runs on stage c % pp (more chunks than stages are virtual
     stages). Empty: the layers divided evenly."""
     experts: str = "etp-ep"
-    """Which expert coordinate is the fastest over the ranks of a stage."""
+    """The expert coordinate that changes fastest over the ranks of a stage."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "etp"):

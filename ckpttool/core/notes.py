@@ -21,7 +21,7 @@ class Note(str):
         return self
 
     def __getnewargs__(self) -> tuple[NoteKind, str]:  # type: ignore[override]
-        """For copies and pickles."""
+        """Supports copies and pickles."""
         return self.kind, str(self)
 
 

@@ -1,4 +1,4 @@
-"""What each software calls the state that Adam and its relatives keep of a parameter. Pure.
+"""Names that each software gives to the states of Adam and its relatives. Pure.
 
     torch         Paddle          what
     exp_avg       moment1_0       the average of the gradients
@@ -29,7 +29,7 @@ TORCH = {theirs: ours for ours, theirs in PADDLE.items()}
 STEP = "step"
 BETA_POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 SCALARS = frozenset({STEP, *BETA_POWERS})
-"""What is one number, whatever shape the parameter has."""
+"""States that are one number, whatever shape the parameter has."""
 
 
 def number_bytes(value: float) -> tuple[str, bytes]:

@@ -77,7 +77,7 @@ def bounded(where: str, names: int = 0) -> Iterator[None]:
         raise UsageError(
             f"a pattern takes more than {patience:g} s to compare with the names",
             where=where,
-            hint="repetitions within repetitions, as in (a+)+, take for ever: write it without",
+            hint="repetitions within repetitions, as in (a+)+, take forever: write the pattern without them",
         )
 
     old = signal.signal(signal.SIGVTALRM, give_up)
@@ -93,7 +93,7 @@ def bounded(where: str, names: int = 0) -> Iterator[None]:
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A compiled pattern whose ``search`` decides. Raises UsageError when it is empty or not valid."""
     if not pattern or pattern == "re:":
-        raise UsageError("an empty pattern matches nothing", hint="quote the pattern so that the shell leaves it alone")
+        raise UsageError("an empty pattern matches nothing", hint="quote the pattern to protect it from the shell")
     if pattern.startswith("re:"):
         return _regex(pattern[3:], f"pattern `{pattern[:200]}`")
     glob = glob_regex(re.sub(r"\*+", "*", pattern))  # each further star would multiply the time of a search
@@ -169,13 +169,13 @@ def _other_syntax(pattern: str, names: Collection[str]) -> str:
     Raises what a pattern raises that is not valid in the other syntax.
     """
     if os.path.lexists(pattern):
-        return f"{pattern} is a file here: quote patterns, or the shell puts file names in their place"
+        return f"{pattern} is a file here: quote patterns, or the shell replaces them with file names"
     several = [p for p in re.split(r"[,|\s]+", pattern) if p]
     if len(several) > 1 and "{" not in pattern and all(any(map(compile_pattern(p).search, names)) for p in several):
         return "one pattern each: " + " ".join(f"'{p}'" for p in several)
     if run := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
         numbers = ",".join(map(str, range(int(run[1]), min(int(run[2]), int(run[1]) + 9) + 1)))
-        return f"runs are written out: '{pattern.replace(run[0], '{' + numbers + '}')}'"
+        return f"write ranges out: '{pattern.replace(run[0], '{' + numbers + '}')}'"
     regular = re.search(r"[\^$|\\+()]", pattern) and not pattern.startswith("re:")
     if regular and any(map(_regex(pattern, pattern).search, names)):
         return f"for a regular expression: 're:{pattern}'"

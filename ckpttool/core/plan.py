@@ -78,10 +78,10 @@ class AssertEqual(NamedTuple):
 
 
 TIED_HINT = (
-    "to use one for both, leave the other out with --remove-keys; to keep both, set"
+    "to use one for both, drop the other with --remove-keys; to keep both, set"
     " tie_word_embeddings to false in the config.json of the source"
 )
-"""What to do about tied tensors that differ."""
+"""A hint for tied tensors that differ."""
 
 
 class AssertPadding(NamedTuple):
@@ -232,7 +232,7 @@ class Result(NamedTuple):
     role: str
     """``codes``, ``scales`` or ``factor``."""
     dtype: str
-    """As stored: U8 for two F4 codes, and where the format keeps E8M0 scales as bytes."""
+    """The dtype as stored: U8 for two F4 codes, and where the format keeps E8M0 scales as bytes."""
     shape: tuple[int, ...]
     outputs: tuple[Copy, ...] = ()
     """From the row-major result (``src.offset`` counts from its first byte) to outputs."""
@@ -312,7 +312,7 @@ class Output:
 
 
 class WrittenTensor(NamedTuple):
-    """Where one stored tensor of the output lies; what a manifest lists."""
+    """The place of one stored tensor of the output, as a manifest lists it."""
 
     name: str
     file: int
@@ -343,7 +343,7 @@ class Unit(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What a unit comes to."""
+    """Totals of a unit."""
 
     written: int
     """Bytes that it writes, computed tensors aside."""
@@ -521,7 +521,7 @@ class Units(Sequence[Unit]):
 def _unpacked(
     forms: list[Step], text: bytes, lengths: bytes, numbers: bytes, labels: Mapping[int, str | tuple[str, ...]]
 ) -> Units:
-    """What has been pickled."""
+    """Restores the pickled state."""
     names = zlib.decompress(text).decode(errors="surrogatepass")
     sizes, every = array("I", zlib.decompress(lengths)), array("q", zlib.decompress(numbers))
     at = begin = 0
@@ -551,7 +551,7 @@ def _origin(block: Block) -> Block:
 
 
 class Randomness(NamedTuple):
-    """Where the random numbers of computed tensors come from."""
+    """The source of the random numbers of computed tensors."""
 
     stream: str
     """``counter``: each number follows from (seed, tensor, model, element). ``mergekit``: torch's generator, which the

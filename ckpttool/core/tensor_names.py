@@ -80,7 +80,7 @@ def natural_order(names: Sequence[str]) -> list[int]:
 
 
 class Location(NamedTuple):
-    """Where in a model a tensor is, as far as its name says."""
+    """The place of a tensor in the model, as far as its name says."""
 
     stack: str
     """What is in front of the layer's number: ``model.layers``; "" outside layers."""

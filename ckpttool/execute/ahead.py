@@ -140,7 +140,7 @@ class _Range:
         self.of = of
         self.index = index
         self.at = start
-        """Where its reader is."""
+        """Position of its reader."""
         self.ahead = start
         """Up to where it has been asked for."""
         self.run = run
@@ -221,7 +221,7 @@ class ReadAhead:
         self._pieces: dict[_FetchedPiece, None] = {}
         """All there are; the first one was read longest ago."""
         self._spent: dict[_FetchedPiece, None] = {}
-        """Nobody will read them, as far as is known; the first one since longest."""
+        """Pieces without a known reader, oldest first."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queue: deque[_FetchedPiece] = deque()

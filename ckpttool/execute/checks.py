@@ -128,7 +128,7 @@ def _padding(step: AssertPadding, carrier: Mover) -> CorruptError | None:
         if not zeros and not copies:
             wanted = "zeros or copies of the last row" if step.like is not None else "zeros"
             return CorruptError(
-                f"the padding of `{step.what}` holds something else than {wanted}",
+                f"the padding of `{step.what}` is not {wanted}",
                 where=f"{carrier.sources[step.src.file]} {span(_at(step.src, box.start), found.size)}",
             )
     return None

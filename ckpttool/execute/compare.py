@@ -38,7 +38,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def catalog_of(files: Sequence[DataFile]) -> Catalog:
-    """What reading needs of a catalog, where the tensors come from somewhere else."""
+    """The part of a catalog that reading needs, for tensors from elsewhere."""
     return Catalog(list(files), {})
 
 
@@ -241,7 +241,7 @@ class Comparison(NamedTuple):
         return (p.stored.file for p in pieces)
 
     def reads(self, source: Catalog, other: Catalog) -> Reads:
-        """What is read of both sides from other machines."""
+        """Remote byte ranges that are read on both sides."""
         if self.packed:
             one, two = view_reads(source, self.view), tensor_reads(other, self.tensor)
         elif self.copy < 0:

@@ -317,7 +317,7 @@ class TensorComputer:
         return CorruptError(
             f"the merged `{compute.name}` is {out[bad]} at [{place}]",
             where=where,
-            hint="--allow-nonfinite writes it all the same",
+            hint="--allow-nonfinite writes it anyway",
         )
 
 

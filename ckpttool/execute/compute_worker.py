@@ -1,4 +1,4 @@
-"""What a process that computes does: works out the tensors that it is told, part by part, and says what is written.
+"""A process that computes: works out its assigned tensors, part by part, and reports what it has written.
 
 <- {"unit": ..., "number": 7, "first": 31, "done": [31]}   this tensor; its parts count from 31, these are written
 -> {"at": 1048576}                                  so many bytes of what was to do are done
@@ -99,7 +99,7 @@ def edges(answer: Answer) -> Iterator[tuple[int, int, bytes]]:
 
 
 def server(job: ComputeJob) -> Callable[[], Serve]:
-    """What a worker of this job calls, once, to learn how to carry out orders."""
+    """The function that a worker of this job calls once to get its task runner."""
     draws = tensor_draws(job.randomness)  # for some streams the places of all tensors are worked out: once for all
 
     def start() -> Serve:

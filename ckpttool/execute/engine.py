@@ -124,7 +124,7 @@ class Run:
     """One run, and the ``Watcher`` of those who do its work."""
 
     again = "rerun with --resume to continue"
-    """What to do after an error that may pass."""
+    """The hint after an error that may be temporary."""
 
     def __init__(self, plan: Plan, destination: Destination, options: RunOptions, progress: Progress) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""Where the parts of a plan write. Pure.
+"""Byte ranges that the parts of a plan write. Pure.
 
 An extent goes from the first byte of a step in an output to its last: there may be gaps in it, where other steps write.
 """
@@ -20,7 +20,7 @@ Extent = tuple[int, int, int]
 
 
 def part_extents(plan: Plan, part: Part, unit: Unit | None) -> Iterator[Extent]:
-    """Where a part writes. ``unit`` is the one of its task, where that is computed."""
+    """A byte range that a part writes. ``unit`` is the one of its task, where that is computed."""
     if part.carried >= 0:
         yield part.carried, 0, plan.outputs[part.carried].size
     elif part.unit >= 0:

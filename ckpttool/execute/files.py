@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 
 from ckpttool.core.encodings import Contents, Decoder, Encoding
+from ckpttool.core.words import count
 from ckpttool.errors import CorruptError, OutputError
 from ckpttool.storage import system
 
@@ -486,13 +487,13 @@ def write_error(e: OSError, path: str, offset: int, nbytes: int) -> OutputError:
             free = ""
         return OutputError(f"no space left on the destination{free}", where=where)
     if e.errno == errno.EFBIG:
-        return OutputError("the destination does not take files of this size", where=where)
+        return OutputError("the destination does not allow files of this size", where=where)
     return OutputError(f"cannot write the destination: {e.strerror or e}", where=where)
 
 
 def too_short(path: str, offset: int, wanted: int, size: int) -> CorruptError:
     """The error for a file that ends before all wanted bytes."""
-    where = f"{path} {span(offset, wanted)}: the file has {size:,} bytes"
+    where = f"{path} {span(offset, wanted)}: the file has {count(size, 'byte')}"
     return CorruptError("a file is shorter than its index says", where=where)
 
 

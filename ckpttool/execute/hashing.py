@@ -121,7 +121,7 @@ class _RunningHash:
         self.written = 0
         """Bytes written beyond ``at``, out of order."""
         self.top = 0
-        """Where the last of them ends."""
+        """End of the last of them."""
 
 
 class TensorHashes:

@@ -1,4 +1,4 @@
-"""What of a run is finished and on disk, in a file beside the output, so that an interrupted run can go on.
+"""A journal of the finished parts of a run, in a file beside the output, so that an interrupted run can continue.
 
 The first line identifies the plan; each further line lists parts whose bytes were made durable before the line was
 written, with the checksums of tensors that they completed, and a checksum (CRC-32) of the line itself, because what it
@@ -76,13 +76,13 @@ class Journal:
         head = _parse(lines[0])
         if head.get("journal") != VERSION or not isinstance(head.get("plan"), str):
             raise ConflictError(
-                "what the interrupted run left cannot be continued: its journal cannot be read",
+                "cannot continue the interrupted run: its journal is unreadable",
                 where=self._path,
                 hint="use --force to start over",
             )
         if head["plan"] != digest or head.get("parts") != parts:
             raise ConflictError(
-                "the interrupted run had another plan: the source, the options or the version of ckpttool have changed",
+                "the interrupted run had a different plan: SRC, the options or the version of ckpttool changed",
                 where=f"{self._path}: plan {str(head['plan'])[:12]}, now {digest[:12]}",
                 hint="repeat the command of the interrupted run with --resume, or use --force to start over",
             )

@@ -1,4 +1,4 @@
-"""What a merge has become of, measured: its result is read back beside the models, tensor by tensor.
+"""Measures a merge: reads its result back beside the models, tensor by tensor.
 
 Any machine can measure a tensor by itself, as it can verify one: see ``verification``.
 """
@@ -38,7 +38,7 @@ class MeasuredTensor(NamedTuple):
     compute: Compute
     """How it was worked out; it has no outputs here."""
     result: StoredOperand
-    """What was written; its files follow those of the sources."""
+    """The tensors that were written; their files follow those of the sources."""
     nbytes: int
 
     @property

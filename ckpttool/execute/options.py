@@ -104,7 +104,7 @@ class RunOptions:
     source_roots: tuple[str, ...] = ()
     """Directories the caller named as SRC; DST may not lie inside. Empty: the directories that hold the sources."""
     on: str | Fleet = ""
-    """What the run is shared out to: an engine (``ray``, ``ray=HOST:PORT``) or a fleet; "" is this machine."""
+    """The machines that share the run: an engine (``ray``, ``ray=HOST:PORT``) or a fleet; "" is this machine."""
     member: Member | None = None
     """This process does one part of the run, and others do the others; the last one to end makes DST complete."""
     begun: float = field(default_factory=time.perf_counter)

@@ -1,4 +1,4 @@
-"""What a directory and this machine can do, tried out with the calls that runs use. Nothing stays behind."""
+"""Tries what a directory and this machine can do, with the calls that runs use. Leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Filesystem:
     kind: str
     """``ext4``; "" where the system does not say."""
     mounted: str
-    """Where it is mounted; "" where the system does not say."""
+    """The mount point; "" where the system does not say."""
     free: int
     """Bytes that this user may still write."""
     files: int | None
@@ -42,7 +42,7 @@ class Filesystem:
     exchanges: bool | None = None
     """Two names can be exchanged at once."""
     sparse: bool | None = None
-    """What is not written takes no room."""
+    """Sparse files: unwritten ranges take no space."""
     case: bool | None = None
     """``A`` and ``a`` are two files."""
 

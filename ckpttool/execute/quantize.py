@@ -343,7 +343,7 @@ class _TensorQuantizer:
     # -- the number of the whole tensor
 
     def _factor_of(self, matrix: int) -> int:
-        """Which factor a matrix has."""
+        """The factor of each matrix."""
         return matrix if _size(self.step, "factor") > 1 else 0
 
     def _factor(self, matrix: int) -> float:

@@ -98,7 +98,7 @@ _Result = TypeVar("_Result")
 
 
 class Reads(NamedTuple):
-    """What will be read."""
+    """The bytes that will be read."""
 
     ranges: Sequence[tuple[Contents, int, int]]
     """File, first byte, end; in order."""

@@ -1,4 +1,4 @@
-"""Which bytes of which sources will be read to carry something out."""
+"""The source bytes that a task will read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named(reads: Iterable[Range], sources: Sequence[Contents]) -> list[tuple[Con
 
 
 def item_reads(item: Item) -> Iterator[Range]:
-    """What an item reads in the order of the file, in its own order, mostly."""
+    """Bytes that an item reads mostly in file order."""
     if isinstance(item, Batch):
         yield from ((r.src, r.start, r.start + r.nbytes) for r in item.runs if r.src != ZEROS)
     elif isinstance(item, RowBlock):
@@ -55,7 +55,7 @@ def item_reads(item: Item) -> Iterator[Range]:
 
 
 def turned_reads(item: Item) -> Iterator[Range]:
-    """What an item reads in another order, and perhaps several times."""
+    """Bytes that an item reads in another order, perhaps several times."""
     if isinstance(item, RowBlock):
         for i in item.turned:
             move = item.moves[i]

@@ -23,7 +23,7 @@ AHEAD = 32 << 20
 
 
 class _Inside(NamedTuple):
-    """Where a file lies in another one of this machine."""
+    """The place of a file inside another file of this machine."""
 
     path: str
     begin: int
@@ -63,7 +63,7 @@ class _KeptRanges:
             self._size += len(piece)
 
     def place(self, file: FarFile, offset: int, nbytes: int) -> int | None:
-        """Where these bytes are; None where not all of them are there."""
+        """The position of these bytes; None unless all of them are there."""
         for start, stop, at in self._places.get(file, ()):
             if start <= offset and offset + nbytes <= stop:
                 return at + offset - start

@@ -14,7 +14,7 @@ from ckpttool.execute.schedule import Task, schedule
 
 
 class RunTasks(NamedTuple):
-    """What a run does, on however many machines."""
+    """The tasks of a run, on one or several machines."""
 
     hashes: Sequence[str]
     """Algorithms of the checksums that are taken of each tensor."""

@@ -159,7 +159,7 @@ class Checks:
             wrong.setdefault((side, difference.name), {})[-1] = [difference]
         for check, found in done:
             if isinstance(found, Fault):
-                raise VerifyError(f"`{found.name}` was not written as it was worked out", where=found.where)
+                raise VerifyError(f"`{found.name}` was not written as it was computed", where=found.where)
             if found is not None and isinstance(check.what, Comparison):
                 copies = wrong.setdefault((check.side, found.name), {})
                 copies.setdefault(check.what.copy, []).append(found)
@@ -169,7 +169,7 @@ class Checks:
             raise VerifyError(
                 f"{len(tensors)} of {total} tensors differ from the source",
                 where=[_described(copies) for copies in list(tensors.values())[:5]],
-                hint="nothing was kept. This is a fault of ckpttool or of the disk:"
+                hint="nothing was kept. This is a bug in ckpttool or a faulty disk:"
                 " please report it with the command line",
             )
         for side, number in sorted((side, int(name)) for side, name in wrong):
@@ -218,7 +218,7 @@ class Checker:
 
     @property
     def files(self) -> Iterator[DataFile]:
-        """What must be the same wherever the checks are done."""
+        """Settings that must be equal on all machines that check."""
         for side in self._sides:
             yield from side.source
         yield from self._outputs

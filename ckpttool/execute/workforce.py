@@ -107,7 +107,7 @@ class CompletionQueue:
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """Where the outputs of a plan are made on this machine."""
+    """The directory of a plan's outputs on this machine."""
 
     paths: Sequence[str]
     """Paths of the outputs."""
@@ -186,7 +186,7 @@ class Workforce:
         return moved + sum(list(self._computed_at.values()))
 
     def unrecorded(self) -> tuple[list[Part], dict[str, str]]:
-        """What is finished and has not been recorded; nobody hears of it again."""
+        """Takes the tasks that are finished and not yet recorded."""
         records = [*self._unrecorded, *self._ledger.take()]
         self._unrecorded = []
         self._ledger.saved(sum([p.nbytes for r in records for p in r.parts]))
@@ -206,7 +206,7 @@ class Workforce:
         known = all(is_known(self.plan.units[t.computing]) for t in jobs)
         self._worker_pool = spawn(count, job.to_json() if known else None, server(job), _ENTRY, self.outlet.locks)
         if self._worker_pool is None and count > 1:
-            self.notes.append("one thread computes: no other process can be started here")
+            self.notes.append("computing with one thread: no other process can be started here")
 
     def _job(self, memory: int, count: int = 1) -> ComputeJob:
         """For ``count`` workers, of whom each has so much memory."""

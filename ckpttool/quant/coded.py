@@ -105,12 +105,12 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
         elif dtype in FP8 and len(shape) > 1 and "scale" not in name:
             bare.append(name)
         elif lookup(dtype).bits < 8 or (dtype == "U8" and name.endswith(("_blocks", "_packed"))):
-            raise _foreign(f"`{name}` is {dtype} {list(shape)}, and has no scales that are known", where)
+            raise _foreign(f"`{name}` is {dtype} {list(shape)}and has no known scales", where)
     if bare and (scales or quantization(config)):
         raise IncompleteError(
             f"FP8 weight `{bare[0]}` has no scales" + (f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""),
             where=where,
-            hint="without them it means nothing; fetch the missing files",
+            hint="FP8 codes are meaningless without scales; fetch the missing files",
         )
     for name in bare:
         dtype, shape = table[name]
@@ -122,7 +122,7 @@ def find_codes(table: Table, config: Mapping[str, Any], *, where: str = "") -> C
 
 
 def _foreign(what: str, where: str) -> UnsupportedError:
-    return UnsupportedError(what, where=where, hint="take the model as it was before it was quantized")
+    return UnsupportedError(what, where=where, hint="use the model from before it was quantized")
 
 
 def _coded(codes: str, scale: str, table: Table, block: tuple[int, int] | None, where: str, fp8: str) -> Coded:

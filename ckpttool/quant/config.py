@@ -61,9 +61,9 @@ def section(config: Mapping[str, Any]) -> dict[str, Any]:
             found = place.get(name)
             if found is not None and not isinstance(found, Mapping):
                 raise ConflictError(
-                    f"`{name}` of config.json is {_short(found)}, which says nothing of a recipe",
+                    f"`{name}` of config.json is {_short(found)}, which does not describe a recipe",
                     where=f"config.json: {name}",
-                    hint='{"quant_method": ...} says how weights are quantized; omit it if they are not',
+                    hint='{"quant_method": ...} describes how weights are quantized; omit it if they are not',
                 )
             if found:
                 return dict(found)
@@ -159,8 +159,8 @@ def _sides(value: object, path: str) -> tuple[int, int]:
 
 def _unknown(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"config.json says that the weights are quantized by `{what}`, whose sizes do not follow from it",
-        hint="give the checkpoint itself, whose headers say them, or a --recipe",
+        f"config.json says that the weights are quantized by `{what}`, whose sizes cannot be derived from it",
+        hint="give the checkpoint itself, or a --recipe",
     )
 
 

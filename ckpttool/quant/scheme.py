@@ -124,7 +124,7 @@ def scheme(
     wanted = _dtype(scale_dtype, "--scale-dtype") if scale_dtype else ""
     code = _code(recipe, code)
     if code == "F8_E5M2" and method in ("compressed-tensors", "modelopt"):
-        raise UsageError(f"--quant-method {method} knows E4M3 codes only", hint="--quant-method fp8")
+        raise UsageError(f"--quant-method {method} supports only E4M3 codes", hint="--quant-method fp8")
     if recipe in GROUP:
         fixed = "F8_E4M3" if recipe == "nvfp4" else "F8_E8M0"
         if wanted not in ("", fixed):
@@ -187,7 +187,7 @@ def check_together(made: Iterable[tuple[str, Sequence[Form]]]) -> None:
         raise UsageError(
             f"`{packed}` cannot be MXFP4 beside `{blocks}`: nobody reads other MXFP4 weights in a model with"
             " gpt-oss's experts",
-            hint="--keep-preset experts-only, without --include, quantizes experts alone; or take another --recipe",
+            hint="--keep-preset experts-only, without --include, quantizes experts alone; or use another --recipe",
         )
 
 
@@ -198,7 +198,7 @@ def forms(scheme: Scheme, name: str, shape: tuple[int, ...], *, in_out: bool = F
     """
     if in_out and scheme.recipe not in ("tensor", "block", "mxfp4"):
         raise LayoutError(
-            f"`{name}` {list(shape)} is stored [in, out], and {scheme.recipe} scales lie along its inputs",
+            f"`{name}` {list(shape)} is stored [in, out], but {scheme.recipe} scales run along its inputs",
             hint=f"--keep '{name}', or another recipe",
         )
     if in_out and scheme.recipe == "mxfp4":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpttool.ops.fp8_size.training import TrainingSetup
 
 UNITS = {"B": 1, "GB": 10**9, "GiB": 1 << 30}
-"""What --unit takes."""
+"""Values of --unit."""
 _DEFAULTS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 """Units where none is chosen: the largest that a number fills."""
 _TOTAL = "tensors parameters elements bytes=nbytes"
@@ -150,7 +150,8 @@ def _stored(report: SizeReport, unit: str) -> str:
 
 def _needs(report: SizeReport, unit: str) -> Iterator[str]:
     """``config.json: 72.7 GB on disk in 15 files, 9.1 GB on each of 8 GPUs``, and which GPUs have room for that."""
-    from ckpttool.ops.fp8_size.answer import COMMON, UTILIZATION
+    from ckpttool.ops.fp8_size.answer import UTILIZATION
+    from ckpttool.ops.fp8_size.devices import COMMON
 
     choices, needed = report.choices, report.needed
     line = _stored(report, unit)
@@ -205,8 +206,8 @@ def _table(report: SizeReport, by: str, unit: str) -> Table:
         for r in in_order(report.model, applied):
             numbers = (r.parameters, r.elements, used.cell(r.nbytes))
             rows.append([plain(r.name), r.kind, r.dtype, shape(r.shape), *numbers])
-        header = ("tensor", "class", "dtype", "shape", "parameters", "elements", used.name)
-        return _aligned(header, rows, 4, ("elements", "class", "shape"))
+        columns = ("tensor", "class", "dtype", "shape", "parameters", "elements", used.name)
+        return _aligned(columns, rows, 4, ("elements", "class", "shape"))
     found = {"class": applied.classes, "dtype": applied.dtypes, "module": applied.modules}[by]
     largest = max((t.nbytes for t in found.values()), default=0)
     for name, t in (*found.items(), ("total", applied.total)):

@@ -36,13 +36,13 @@ def offline() -> bool:
 
 
 def set_access(*, anonymous: bool = False) -> None:
-    """What a command line asks for; what it does not ask for stays as the environment has it."""
+    """The access options of a command line; the environment decides what they leave open."""
     if anonymous:
         os.environ[ANONYMOUS] = "1"
 
 
 def settings() -> dict[str, str]:
-    """What another machine has to be told to act as this one: no secrets."""
+    """Settings that another machine needs to act like this one: no secrets."""
     return {name: os.environ[name] for name in (ANONYMOUS, OFFLINE) if name in os.environ}
 
 
@@ -60,12 +60,12 @@ def check_secret(name: str, value: str, where: str) -> None:
     kind = "a line break" if found[0] in "\r\n" else "a control character"
     kind = kind if found[0].isascii() else "a character that is not ASCII"
     at = "at its end" if found.end() == len(value) else f"at position {found.start() + 1} of {len(value)}"
-    hint = f"set {name} again, as it was given out" if name.isupper() else "write it again, as it was given out"
+    hint = f"set {name} again, exactly as issued" if name.isupper() else "write it again, exactly as issued"
     raise AccessError(
         f"{name} has {kind} {at}", where=where, hint=f"{hint}; `$(cat FILE)` drops a line break at the end"
     )
 
 
 def _is_set(name: str) -> bool:
-    """As huggingface_hub reads its own."""
+    """Whether a variable's value means yes, as huggingface_hub decides it."""
     return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")

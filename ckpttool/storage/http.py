@@ -88,7 +88,7 @@ _RESET_IN = re.compile(r"(?:^|[;,\s])t=(\d{1,9})")
 
 
 class Answer(NamedTuple):
-    """What a server said at last."""
+    """The final answer of a server."""
 
     status: int
     headers: Message
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
     body: bytes
     """Empty for a range, whose bytes are where they were asked to be."""
     url: str
-    """Where it came from, behind all redirects."""
+    """The URL that answered, after all redirects."""
     total: int | None
     """Bytes of the whole file, where the server said."""
 
@@ -119,7 +119,7 @@ class HttpError(OSError):
     """No answer, or none that can be used. ``strerror`` is a sentence, without secrets."""
 
     hint = ""
-    """What would work, where that follows from the kind of error alone."""
+    """A way out, where the kind of error alone tells one."""
 
     def __init__(self, sentence: str, url: str, answer: Answer | None = None, *, number: int = errno.EIO) -> None:
         super().__init__(number, sentence, shown(url))
@@ -530,8 +530,8 @@ def _broken(call: _Call, e: BaseException) -> HttpError:
         what = f"TLS connection to {host} failed: {e.reason or 'it was closed'}"
     else:
         what = f"{host} cannot be reached: {e.strerror if isinstance(e, OSError) and e.strerror else e}"
-    kinds = ((_WholeError, NoRangesError), (_OddError, WrongAnswerError), (BaseException, HttpError))
-    return next(error for kind, error in kinds if isinstance(e, kind))(what, call.url, number=number)
+    error = NoRangesError if isinstance(e, _WholeError) else WrongAnswerError if isinstance(e, _OddError) else HttpError
+    return error(what, call.url, number=number)
 
 
 def _is_cut(e: BaseException) -> bool:

@@ -40,7 +40,7 @@ class HubPlace(RemotePlace):
     def __init__(self, revision: HubRevision, path: str = "") -> None:
         self._revision = revision
         self.path = path
-        """With slashes; "" is the repository."""
+        """The path in the repository, with slashes; "" is the repository itself."""
 
     @property
     def repo(self) -> str:
@@ -124,7 +124,7 @@ def parse(text: str) -> HubPlace:
     names = parts(text.removeprefix(f"{SCHEME}:"))
     if is_signed(text) or (names and not {"@", ":"}.isdisjoint(names[0])):
         raise UsageError(
-            "a login does not belong in an address",
+            "a URL must not contain a login",
             where="hf://ORG/NAME",
             hint="hf auth login, or set HF_TOKEN; a revision follows the name: hf://ORG/NAME@REVISION",
         )
@@ -136,7 +136,7 @@ def parse(text: str) -> HubPlace:
         names = names[1:]
     if len(names) < 2:
         raise UsageError(
-            "a model of the Hub has two names, its owner's and its own",
+            "a model on the Hub is named ORG/NAME",
             where=text,
             hint="hf://ORG/NAME[@REVISION][/FOLDER]; models that once had one name have moved, such as gpt2 to "
             "openai-community/gpt2: their pages say where",
@@ -145,7 +145,7 @@ def parse(text: str) -> HubPlace:
     repo, path = f"{names[0]}/{name}", "/".join(names[2:])
     if not all(_NAME.fullmatch(p) and "--" not in p and ".." not in p for p in (names[0], name)):
         raise UsageError(
-            f"{repo} cannot be the name of a model of the Hub",
+            f"{repo} is not a valid model name on the Hub",
             where=text,
             hint="letters, digits, `-`, `_` and `.` are possible; hf://ORG/NAME[@REVISION][/FOLDER]",
         )
@@ -154,7 +154,7 @@ def parse(text: str) -> HubPlace:
     revision = unquote(revision)
     if at and (not _REVISION.fullmatch(revision) or not {"", ".", ".."}.isdisjoint(revision.split("/"))):
         raise UsageError(
-            f"{revision!r} cannot be a revision" if revision else "the revision after @ is missing",
+            f"{revision!r} is not a valid revision" if revision else "the revision after @ is missing",
             where=text,
             hint="a branch, a tag or a commit; a slash in its name is %2F",
         )

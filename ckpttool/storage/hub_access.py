@@ -39,7 +39,7 @@ def cache_home() -> str:
 
 
 def token() -> str | None:
-    """The user's token; None where nobody is logged in, or no credentials may be sent.
+    """The user's token; None where you are not logged in, or no credentials may be sent.
 
     Raises AccessError where the way to it is broken.
     """
@@ -53,9 +53,9 @@ def token() -> str | None:
         found = str(get_token() or "") or None
     except Exception as e:  # tokens of CI services are asked for, which fails in as many ways as there are services
         raise AccessError(
-            f"the token for the Hub cannot be had: {type(e).__name__}",
+            f"cannot get the token for the Hub: {type(e).__name__}",
             where=endpoint(),
-            hint="hf auth login, or set HF_TOKEN; --anonymous goes without",
+            hint="hf auth login, or set HF_TOKEN; --anonymous sends none",
         ) from e
     check_secret("the token for the Hub", found or "", endpoint())
     return found
@@ -75,8 +75,8 @@ def _constants() -> Any:
         raise UsageError(f"hf:// needs a package that is not installed: {e.name}", hint=hint) from None
     except ValueError as e:  # not a number, not a URL
         raise UsageError(
-            f"huggingface_hub cannot work with the environment: {e}",
-            hint="correct HF_ENDPOINT, or what it names (HF_...)",
+            f"huggingface_hub rejects the environment: {e}",
+            hint="correct HF_ENDPOINT or the variable that it names (HF_...)",
         ) from None
     return constants
 
@@ -122,7 +122,7 @@ class HubRepo(NamedTuple):
         try:
             answer = client().request(method, url, headers=headers(url, self.hub), follow=follow, limit=limit)
         except RefusedRedirectError as e:
-            raise AccessError(f"the Hub cannot be asked: {e.strerror}", where=where, hint=e.hint) from None
+            raise AccessError(f"cannot reach the Hub: {e.strerror}", where=where, hint=e.hint) from None
         except HttpError as e:
             raise AccessError(
                 f"the Hub did not answer: {e.strerror}",
@@ -142,7 +142,7 @@ class HubRepo(NamedTuple):
             what = f"{self.repo} has no revision {revision or 'main'!r}"
             return UsageError(what, where=where, hint=self._revisions(page))
         if code == "GatedRepo":  # 401 for who is not logged in, 403 for who has no access
-            who = "your account has not been given access" if known else "nobody is logged in"
+            who = "your account has not been given access" if known else "you are not logged in"
             hint = "ask for it there; a fine-grained token must be allowed to read gated repositories"
             hint = hint if known else f"accept the conditions there, then log in: {_LOGIN}"
             return AccessError(f"{self.repo} is gated, and {who}", where=[where, page], hint=hint)
@@ -151,9 +151,9 @@ class HubRepo(NamedTuple):
         if code == "EntryNotFound":
             return CorruptError("the Hub lists a file that it does not have", where=[where, shown(answer.url)])
         if "Invalid credentials" in said:
-            what, hint = "the Hub does not know the token", f"log in again: {_LOGIN}"
+            what, hint = "the Hub does not recognize the token", f"log in again: {_LOGIN}"
         elif code == "RepoNotFound" or status in (401, 404):
-            who = "your token may not read it" if known else "nobody is logged in"
+            who = "your token may not read it" if known else "you are not logged in"
             what = f"the Hub has no model {self.repo}, or it is private, and {who}"
             way = (
                 "a fine-grained token must be allowed to read it" if known else f"for a private model log in: {_LOGIN}"
@@ -164,7 +164,7 @@ class HubRepo(NamedTuple):
             hint = "a fine-grained token must be allowed to read the model"
         elif may_pass(status):
             what, hint = passing(status, answer.headers)
-            hint += "" if known or status != 429 else f"; who is logged in may ask more often: {_LOGIN}"
+            hint += "" if known or status != 429 else f"; logged-in users may send more requests: {_LOGIN}"
         else:
             return self.not_the_hub(answer, revision)
         return AccessError(what, where=where, hint=hint)
@@ -172,9 +172,9 @@ class HubRepo(NamedTuple):
     def not_the_hub(self, answer: Answer, revision: str) -> CkptError:
         """The error for an answer that the Hub does not give."""
         return AccessError(
-            f"this does not answer as the Hugging Face Hub does (status {answer.status})",
+            f"the answer does not come from the Hugging Face Hub (status {answer.status})",
             where=[self.text(revision), shown(answer.url)],
-            hint="check HF_ENDPOINT, and whether a proxy or a login page answers in the Hub's place",
+            hint="check HF_ENDPOINT; a proxy or a login page may have answered",
         )
 
     def _revisions(self, page: str) -> str:
@@ -197,7 +197,7 @@ def may_pass(status: int) -> bool:
 
 
 def passing(status: int, headers: Message | Mapping[str, str]) -> tuple[str, str]:
-    """What such an answer means, and a hint."""
+    """The meaning of such an answer, and a hint."""
     what = f"the Hub allows no more requests for now{_rate(headers)}" if status == 429 else f"the Hub answers {status}"
     return what, "wait, then run it again"
 

@@ -64,7 +64,7 @@ def checked(files: Iterable[tuple[str, HubFileInfo]], where: str) -> CommitFiles
             raise CorruptError(
                 f"the listing of the repository has the name `{shown}`, which leads out of it",
                 where=where,
-                hint="do not download it: such a listing was made to do harm",
+                hint="do not download it: the listing may be malicious",
             )
         if name in tree:
             raise CorruptError(f"the listing of the repository has `{name}` twice", where=where)

@@ -195,7 +195,7 @@ def _ask(repo: HubRepo, revision: str) -> HubCommit:
         else:
             files = [(str(e["path"]), _listed(e, "oid", "oid")) for e in _pages(commit) if e["type"] == "file"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptError(f"the Hub's list of files makes no sense: {e}", where=str(commit)) from None
+        raise CorruptError(f"the Hub's list of files is invalid: {e}", where=str(commit)) from None
     commit.listing = checked(files, str(commit))
     return commit
 
@@ -279,7 +279,7 @@ class HubFile:
                 data = answer.body
                 if len(data) != self.file.size or _hash(data, self.file) != self.file.blob:
                     raise CorruptError(
-                        "the Hub sends other bytes than it lists",
+                        "the bytes do not match the Hub's list of files",
                         where=[self.where, shown(answer.url)],
                         hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
                     )
@@ -320,7 +320,7 @@ class HubFile:
         """The error to raise for a request to the Hub or its storage that failed."""
         where = [self.where, shown(e.filename)]
         if isinstance(e, ChangedError):
-            return CorruptError(f"the Hub's storage has another file than the Hub lists: {e.strerror}", where=where)
+            return CorruptError(f"the Hub's storage has a different file than the Hub lists: {e.strerror}", where=where)
         if e.answer is not None and e.status < 500 and origin(e.answer.url) == origin(self.hub):
             return self.commit.repo.refused(e.answer, self.commit.name)
         hint = e.hint or "check the network, then run it again"
@@ -344,7 +344,7 @@ class HubFile:
             try:
                 url = urljoin(url, to)
             except ValueError:
-                raise AccessError("the Hub redirects to what is not a URL", where=self.where) from None
+                raise AccessError("the Hub redirects to an invalid URL", where=self.where) from None
             if origin(url) != origin(self.hub):
                 return _SignedUrl(url, [])
         raise AccessError("the Hub redirects in a circle", where=[self.where, shown(url)])
@@ -356,7 +356,7 @@ class HubFile:
         commit = answer.headers.get("X-Repo-Commit", self.commit.name)
         if (size, blob, commit) != (str(self.file.size), self.file.blob, self.commit.name):
             raise CorruptError(
-                "the Hub says of this file something else than in its list of files",
+                "the Hub's answer for this file contradicts its list of files",
                 where=[self.where, f"listed: {self.file.size} bytes, {self.file.blob}", f"now: {size} bytes, {blob}"],
                 hint="try again; where HF_ENDPOINT names a mirror, its copy may be damaged",
             )

@@ -31,7 +31,7 @@ class KnownUnsupported(NamedTuple):
 
 _AGAIN = "the download failed or was not allowed; log in where the model asks for it, and fetch the file again"
 _REPACK = "give the safetensors of the model; most models have them beside such files"
-_RENAME = "if torch.save wrote it, call it .bin or .pt: such files are read"
+_RENAME = "if torch.save wrote it, rename it to .bin or .pt"
 
 _STARTS = (
     (
@@ -43,7 +43,7 @@ _STARTS = (
         rb'\s*\{\s*"(error|message|detail)"|(entry |repository )?not found|unauthorized|forbidden|access to',
         KnownUnsupported("a server's error message, not the file", _AGAIN),
     ),
-    (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "call it .gguf: such files are read")),
+    (rb"GGUF", KnownUnsupported("a GGUF file (llama.cpp)", "rename it to .gguf")),
     (rb"PK\x03\x04", KnownUnsupported("a zip archive, such as torch.save writes", _RENAME)),
     (rb"\x80[\x02-\x05]", KnownUnsupported("a pickle, such as torch.save writes", _RENAME)),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf", KnownUnsupported("a compressed file", "unpack it first")),
@@ -54,15 +54,15 @@ _NAMES = (
     (
         r"zero_to_fp32\.py",
         KnownUnsupported(
-            "what is left of a save of DeepSpeed",
-            "fetch the directories beside it (global_step...)",
+            "part of a DeepSpeed save",
+            "fetch the sibling directories (global_step...)",
             "without its files",
         ),
     ),
     (
         r"latest_checkpointed_iteration\.txt|iter_\d{7}|common\.pt|mp_rank_\d+(_\d+)*|model_optim_rng\.pt",
         KnownUnsupported(
-            "what is left of a save of Megatron-LM",
+            "part of a Megatron-LM save",
             "fetch the directories of its ranks (iter_0001000/mp_rank_00) or its chunks (iter_0001000/__0_0.distcp)",
             "without its files",
         ),

@@ -124,7 +124,7 @@ def list_source(path: Place) -> Listing:
     try:
         return _listing(path, _files(path))
     except OSError as e:
-        hint = None if path.is_dir() else "give a directory or a file; from a pipe nothing is read"
+        hint = None if path.is_dir() else "give a directory or a file; pipes are not read"
         raise UsageError(f"the source cannot be listed: {e.strerror}", where=str(path), hint=hint) from None
 
 
@@ -205,7 +205,7 @@ def lost(listing: Listing, name: str = "") -> str:
         return hint
     for at in ([root / name] if name else sorted(root.glob("*.safetensors"))) if isinstance(root, Path) else ():
         if at.is_symlink() and not at.exists():
-            return f"{at.name} is a link to {at.readlink()}, which is not there: fetch it again"
+            return f"{at.name} is a link to {at.readlink()}, which does not exist: fetch it again"
     for n in listing.names:
         if n.endswith(_UNFINISHED) and n.startswith(name) and ".safetensors" in n:
             return f"the download of {n} has not finished: let it finish, or start it again"
@@ -230,7 +230,7 @@ def _near(path: Path) -> str:
     if text.startswith("~"):
         return "the shell expands ~ only at the start of a word and outside of quotes; or write $HOME"
     if path.is_symlink():
-        return f"this is a link to {path.readlink()}, which is not there"
+        return f"this is a link to {path.readlink()}, which does not exist"
     if re.search(r"[*?\[]", path.name) and any(path.parent.glob(path.name)):
         return f"give one path: the directory {path.parent}, for example"
     # The first part of the path that does not exist, and what is beside it.

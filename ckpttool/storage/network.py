@@ -48,7 +48,7 @@ _OWN = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "64:ff9b:1::/48", "fec0:
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 _BOTH_WAYS = 2
-"""Of ``shutdown``, by POSIX."""
+"""Errors that POSIX allows ``shutdown`` to raise."""
 
 
 class Clock:
@@ -71,7 +71,7 @@ class UnknownHostError(OSError):
 
 
 class Host(NamedTuple):
-    """Where a connection leads."""
+    """The other end of a connection."""
 
     scheme: str
     name: str
@@ -94,7 +94,7 @@ def split(url: str) -> tuple[Host, str]:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ValueError("the URL's host cannot be read") from None  # urlsplit's words have it, with a password
+        raise ValueError("the URL's host is invalid") from None  # urlsplit's words have it, with a password
     if parts.scheme not in PORTS:
         raise ValueError(f"the URL has the scheme {parts.scheme or '(none)'}, not https or http")
     if "@" in parts.netloc:
@@ -168,7 +168,7 @@ def proxy_for(host: Host) -> str | None:
     except ValueError:
         known = False
     if not known:
-        raise OSError(f"the proxy of the environment is not http://HOST:PORT: {shown(text)}")
+        raise OSError(f"the proxy in the environment is not http://HOST:PORT: {shown(text)}")
     return url
 
 
@@ -213,7 +213,7 @@ class Pace:
         self._until += n / SLOWEST if self._is_body else 0
         self.at = self._clock.now()
         if self.at > self._until:
-            raise TimeoutError("the answer comes too slowly")
+            raise TimeoutError("the answer is too slow")
 
 
 class _PacedFile(io.RawIOBase):

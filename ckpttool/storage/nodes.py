@@ -27,7 +27,7 @@ _OF_A_NODE = re.compile(
 )
 """Fields that each rank or node may fill in for itself."""
 
-_HINT = "the directories must belong to one save: leave out the one that does not"
+_HINT = "the directories must belong to one save: omit the one that does not"
 
 
 def shared_config(listings: Sequence[Listing]) -> dict[str, Any]:

@@ -57,12 +57,10 @@ def parse(text: str) -> ObjectPlace:
     m = _TEXT.fullmatch(text)
     scheme, bucket, key = m.groups() if m else (text.partition(":")[0], "", "")
     if "@" in bucket:
-        raise UsageError(
-            "credentials and accounts do not belong in an address", where=f"{scheme}://", hint=_LOGIN[scheme]
-        )
+        raise UsageError("a URL must not contain credentials or an account", where=f"{scheme}://", hint=_LOGIN[scheme])
     if is_signed(key):
         raise UsageError(
-            "a signature does not belong in such an address",
+            "this kind of URL must not contain a signature",
             where=text.partition("?")[0],
             hint=f"give the https:// URL that it was made for; or {_LOGIN[scheme]}",
         )
@@ -264,7 +262,7 @@ class _ObjectRanges(NamedTuple):
 
     def _explain(self, e: HttpError) -> NoReturn:
         if isinstance(e, ChangedError):
-            what = "the object is not the one that was opened: it has changed"
+            what = "the object has changed since it was opened"
             raise CorruptError(what, where=str(self.info.place), hint="repeat the command") from None
         if isinstance(e, RefusedRedirectError):
             raise AccessError(str(e.strerror), where=str(self.info.place), hint=e.hint) from None

@@ -80,7 +80,7 @@ def parse_place(text: AnyPlace) -> Place:
     url = _URL.match(name)
     if url and not os.path.lexists(name):
         hint = _meant(url[1].lower(), url[3])
-        raise UsageError(f"no place begins with {url[1]}://", where=f"{url[1]}://{url[3]}", hint=hint)
+        raise UsageError(f"unknown URL scheme {url[1]}://", where=f"{url[1]}://{url[3]}", hint=hint)
     m = _UNCUT.match(name)
     if m and m[1].lower() in _SENT and not os.path.lexists(name):
         hint = f"did you mean {m[1].lower()}://{m[3]}?"
@@ -92,7 +92,7 @@ def _meant(scheme: str, rest: str) -> str:
     if scheme == "file":
         return f"give the path: /{rest.partition('/')[2]}"
     if scheme in _AZURE:
-        return "blobs of Azure are az://CONTAINER/PATH, with the account in AZURE_STORAGE_ACCOUNT"
+        return "Azure blobs are az://CONTAINER/PATH, with the account in AZURE_STORAGE_ACCOUNT"
     if scheme in _OTHERS or scheme in SCHEMES:
         return f"did you mean {_OTHERS.get(scheme, scheme)}://{rest}?"
     return "places on other machines are hf://ORG/MODEL, s3://, gs:// or az:// with BUCKET/PREFIX, and https://"
@@ -131,7 +131,7 @@ class FileInFolder(NamedTuple):
     """A file in a directory, or further down."""
 
     name: str
-    """With slashes."""
+    """The path, with slashes."""
     size: int
     time: float | None
     """Seconds since 1970 at which it was changed last; None where that is not known."""
@@ -170,7 +170,7 @@ def local_path(place: Place) -> Path:
     """The path of a place that is to be changed. Raises UsageError for one that is not on this machine."""
     if isinstance(place, Path):
         return place
-    raise UsageError("this is not on this machine, and cannot be changed there", where=str(place))
+    raise UsageError("remote files cannot be changed in place", where=str(place))
 
 
 def number(place: Place) -> tuple[int, int]:

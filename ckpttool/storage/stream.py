@@ -76,7 +76,7 @@ class _FileStream(RawIOBase):
         return n
 
     def readall(self) -> bytes:
-        """In one piece: a request is dear."""
+        """Reads all in one piece: requests are expensive."""
         data = bytearray(max(0, self._file.info.size - self._at))
         with memoryview(data) as view:
             done = 0

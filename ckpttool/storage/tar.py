@@ -113,7 +113,7 @@ class TarPlace(RemotePlace):
         return tar.files[self.at]
 
     def _tar(self, now: DataFile | None = None) -> _TarContents:
-        """What is in the tar; ``now`` is the tar as it is."""
+        """The members of the tar; ``now`` is its current state."""
         if not isinstance(self.archive, Path):
             archive = now or _known.get(self.archive) or DataFile.at(self.archive)
             _known[self.archive] = archive
@@ -213,7 +213,7 @@ class _TarHeaderReader:
     def read(self) -> _TarContents:
         head = self.pread(min(BLOCK, self.file.info.size), 0)
         if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-            self.refuse("the tar is compressed, so that nothing in it can be read where it lies")
+            self.refuse("the tar is compressed, so its members cannot be read in place")
         at = count = 0
         said: dict[str, str] = {}
         """Of the next member, by what is before it."""
@@ -251,7 +251,7 @@ class _TarHeaderReader:
         return size
 
     def describe(self, kind: bytes, at: int, size: int, said: dict[str, str]) -> None:
-        """What a description says of the member after it."""
+        """The fields that a description sets for the member after it."""
         if size > MAX_DESCRIPTION:
             self.corrupt(f"the description of a member has {size:,} bytes")
         data = self.pread(size, at)
@@ -285,12 +285,12 @@ class _TarHeaderReader:
         parts = [p for p in name.split("/") if p not in ("", ".")]
         if name.startswith("/") or ".." in parts or "\0" in name:
             self.corrupt(
-                f"the member `{shown[:120]}` leads out of the tar", "do not unpack it: such a file was made to do harm"
+                f"the member `{shown[:120]}` leads out of the tar", "do not unpack it: the file may be malicious"
             )
         if kind in _LINKS:
             self.refuse(
                 f"the member `{shown[:120]}` is {_LINKS[kind]}",
-                "NeMo itself passes over links; pack the files themselves (tar --dereference --hard-dereference)",
+                "NeMo itself skips links; pack the files themselves (tar --dereference --hard-dereference)",
             )
         if kind not in (*_REGULAR, _DIRECTORY):
             what = "sparse" if kind == b"S" else f"of the kind {ascii(kind)[2:-1]!r}, not a file or a directory"
@@ -305,7 +305,7 @@ class _TarHeaderReader:
             raise ConflictError(
                 f"the tar has two members called `{shown[:120]}`",
                 where=str(self.archive),
-                hint="write it again: which of them counts depends on who unpacks it",
+                hint="write it again: programs differ in which one they unpack",
             )
         self.folder(parts[:-1])
         self.files[whole] = (at, size)

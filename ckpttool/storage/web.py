@@ -62,7 +62,7 @@ _PROBES = 8
 """Requests at a time while a directory is listed."""
 _NOT_THERE, _NO_ENTRY = {404, 410}, {401, 403}
 _MOVED = {400, 401, 403, 404, 410}
-"""What an address is answered with to which a redirect led some time ago."""
+"""Answers of an address to which a redirect led some time ago."""
 _TEXT = re.compile(r"(https?):/{1,2}(?=[^/])")
 
 
@@ -73,7 +73,7 @@ class WebFileState(NamedTuple):
     etag: str | None
     modified: str | None
     location: str
-    """Where redirects led."""
+    """The URL at the end of the redirects."""
 
     @property
     def tag(self) -> str:
@@ -182,7 +182,7 @@ def parse(text: str) -> WebPlace | hub.HubPlace:
     except ValueError as e:
         raise UsageError(str(e), where=shown(text)) from None
     if any(unquote(p) in (".", "..") for p in path.split("/")):
-        raise UsageError("the URL goes up with ..", where=shown(text), hint="write where it leads")
+        raise UsageError("the URL contains ..", where=shown(text), hint="write the URL that it leads to")
     url = f"{host.scheme}://{host}{path.rstrip('/')}"
     if model := hub.from_page(url):
         return model
@@ -226,7 +226,7 @@ def _range(info: DataFile, url: str, location: str, at: int, into: memoryview) -
 _files: TimedCache[WebPlace, WebFileState] = TimedCache(math.inf, 1 << 20)
 """Files as they were when somebody looked last."""
 _given: set[WebPlace] = set()
-"""What users named."""
+"""Places that users named."""
 _absent: TimedCache[WebPlace, bool] = TimedCache(LISTED_SECONDS)
 _listed: TimedCache[WebPlace, dict[str, NamedEntry]] = TimedCache(LISTED_SECONDS)
 _refused: TimedCache[WebPlace, str] = TimedCache(math.inf)
@@ -316,7 +316,7 @@ def _list(place: WebPlace) -> dict[str, NamedEntry]:
             found |= {n: NamedEntry(n) for n in _plain(named.values())}
         elif isinstance(data, dict) and index != PIPELINE and "weight_map" not in data:
             raise UnsupportedError(
-                "this index names no files, and the web has no listings: what belongs to it cannot be found",
+                "this index names no files, and the web has no listings: its files cannot be found",
                 where=str(place / index),
                 hint="read the checkpoint from a directory or a bucket",
             )
@@ -327,7 +327,7 @@ def _list(place: WebPlace) -> dict[str, NamedEntry]:
 
 
 def _plain(names: Iterable[Any]) -> list[str]:
-    """Those that can be names of files in one directory."""
+    """The names that can be files in one directory."""
     plain = {n for n in names if isinstance(n, str) and re.fullmatch(r"[^/\\\x00]{1,255}", n) and n not in (".", "..")}
     if len(plain) > MAX_NAMES:
         raise UnsupportedError(f"an index names {len(plain):,} files, more than {MAX_NAMES:,}")

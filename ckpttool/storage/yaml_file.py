@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.core.files import DataFile, Place
+from ckpttool.core.words import count
 from ckpttool.errors import CorruptError
 from ckpttool.storage.place import readable
 
@@ -26,7 +27,9 @@ def load_yaml(place: Place) -> dict[str, Any]:
     with readable(place):
         size = DataFile.at(place).size
         if size > MAX_BYTES:
-            raise CorruptError(f"the file has {size:,} bytes: this is not a configuration", where=str(place), hint=hint)
+            raise CorruptError(
+                f"the file has {count(size, 'byte')}: this is not a configuration", where=str(place), hint=hint
+            )
         with place.open("rb") as f:
             text = f.read(MAX_BYTES)
     try:

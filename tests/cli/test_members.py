@@ -254,7 +254,7 @@ def test_a_part_that_comes_late_proves_that_dst_is_what_it_makes(command: str, h
     for part in ("1/2", "2/2"):
         done = ckpttool(*words, "--part", part)
         assert done.code == 0, done.err
-        assert f"DST is there already, and what part {part[0]} of 2 has to make of it is equal" in done.err
+        assert f"DST exists already, and the share of part {part[0]} of 2 in it matches" in done.err
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in [dst, *dst.rglob("*")] if p.is_file()} == before
     assert [p.name for p in here.iterdir()] == [dst.name]
 

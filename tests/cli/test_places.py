@@ -108,7 +108,7 @@ MEANT = {
     "s3a://b/x": "did you mean s3://b/x?",
     "S3://b/x": "did you mean s3://b/x?",
     "file:///models/x": "give the path: /models/x",
-    "abfss://c@account/x": "blobs of Azure are az://CONTAINER/PATH",
+    "abfss://c@account/x": "Azure blobs are az://CONTAINER/PATH",
     "s3:bucket/x": "did you mean s3://bucket/x?",
     "S3:/bucket/x": "did you mean s3://bucket/x?",
     "https:me:secret@host/x?k=secret": "did you mean https://host/x?",
@@ -130,7 +130,7 @@ PACKAGES = {"s3": "boto3", "gs": "google.auth", "az": "azure.core"}
 @pytest.mark.parametrize("scheme", PACKAGES)
 def test_a_package_that_is_missing_is_named(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = {"s3": "s3", "gs": "gcs", "az": "azure"}[scheme]
-    monkeypatch.delitem(sys.modules, f"ckpttool.storage.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, f"ckpttool.storage.buckets.{module}", raising=False)
     monkeypatch.setitem(sys.modules, PACKAGES[scheme], None)
     for done in (ckpttool("inspect", f"{scheme}://bucket/x"), ckpttool("reshard", HERE, f"{scheme}://bucket/x")):
         assert done.code == 2, done.err
@@ -140,7 +140,7 @@ def test_a_package_that_is_missing_is_named(scheme: str, monkeypatch: pytest.Mon
 
 def test_the_web_is_read_only() -> None:
     done = ckpttool("reshard", HERE, "https://127.0.0.1:1/x?k=secret")
-    assert (done.code, "https:// is read only" in done.err, "secret" in done.err) == (2, True, False), done.err
+    assert (done.code, "https:// is read-only" in done.err, "secret" in done.err) == (2, True, False), done.err
 
 
 def test_names_of_the_hub_are_told_what_they_are() -> None:

@@ -421,7 +421,7 @@ def test_a_node_cannot_write(nodes: RayNodes, wanted: dict[str, Any], tmp_path: 
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (4096, 4096))
     done = run(RESHARD, tmp_path / "dst")
     assert done.code == 1, done.err
-    assert "the destination does not take files of this size" in done.err
+    assert "the destination does not allow files of this size" in done.err
     assert "(one)" in done.err
     assert not (tmp_path / "dst").exists()
     kept = (tmp_path / "dst.partial").exists()

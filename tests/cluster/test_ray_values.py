@@ -104,7 +104,7 @@ def test_verification_of_what_is_worked_out(ray_fleet: LastingFleet, tmp_path: P
     verification.on(ray_fleet, tmp_path / "dst", lambda _: None, stop)
     flipped(tmp_path / "dst/1.bin", 777)
     error = told(lambda advance: verification(tmp_path / "dst", advance))
-    assert "`t1` was not written as it was worked out" in error[1]
+    assert "`t1` was not written as it was computed" in error[1]
     assert told(lambda advance: verification.on(ray_fleet, tmp_path / "dst", advance, stop))[1] == error[1]
 
 

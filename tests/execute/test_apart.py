@@ -64,14 +64,14 @@ def test_its_process_ends() -> None:
     found = error()
     assert isinstance(found, OutputError)
     assert found.what == "no connection to the cluster"
-    assert found.where == ("--on ray", "last words: No answer within 60 seconds")
+    assert found.where == ("--on ray", "last output: No answer within 60 seconds")
 
 
 def test_it_raises_what_is_no_error_of_ours(ray: Path) -> None:
     """Ray's way to say that this machine's own node is gone. From OSError the command line takes something else."""
     with (ray / "__init__.py").open("a") as f:
         f.write("def init(**_): raise KeyError('Broken pipe')\n")
-    assert error().where == ("--on ray", "last words: KeyError: 'Broken pipe'")
+    assert error().where == ("--on ray", "last output: KeyError: 'Broken pipe'")
 
 
 def test_what_it_needs_is_not_installed(ray: Path) -> None:

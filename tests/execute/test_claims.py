@@ -201,7 +201,7 @@ def test_who_was_stopped_and_comes_back(folder: Folder, clock: Clock) -> None:
     other = taken(folder)
     claim.check_lately()  # it has looked just now
     clock.now += claims.SILENT
-    with pytest.raises(TakenOverError, match=r"said nothing for 60 s or more, and process \d+ on .* has taken over"):
+    with pytest.raises(TakenOverError, match=r"was silent for 60 s or more, and process \d+ on .* has taken over"):
         claim.check_lately()
     claim.release()  # which leaves that of the other alone
     other.check()
@@ -240,7 +240,7 @@ def test_a_link_whose_answer_was_lost(folder: Folder, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("data", [b"", b"{", b"[]\n", b'{"token": 1, "host": "", "pid": "", "machine": ""}\n'])
 def test_a_claim_that_cannot_be_read_has_a_holder(folder: Folder, clock: Clock, data: bytes) -> None:
     Path(folder.where, ".claim-x-7").write_bytes(data)
-    with pytest.raises(OutputError, match="held by a process that cannot be named yet"):
+    with pytest.raises(OutputError, match="held by an unknown process"):
         taken(folder)
     taken(folder, over=wait)
     assert clock.now >= claims.SILENT
@@ -250,7 +250,7 @@ def test_a_claim_that_cannot_be_read_has_a_holder(folder: Folder, clock: Clock, 
 def test_a_link_is_not_followed(folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("mine")
     (tmp_path / ".claim-x-1").symlink_to("other")
-    with pytest.raises(OutputError, match="no part of a run has made this"):
+    with pytest.raises(OutputError, match="no part of the run made this"):
         taken(folder)
     assert (tmp_path / "other").read_text() == "mine"
 
@@ -263,7 +263,7 @@ def _large(path: Path) -> None:
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, _large])
 def test_what_is_no_claim_is_not_read(folder: Folder, tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / ".claim-x-1")
-    with pytest.raises(OutputError, match="no part of a run has made this"):
+    with pytest.raises(OutputError, match="no part of the run made this"):
         taken(folder)
 
 

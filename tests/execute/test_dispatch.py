@@ -177,7 +177,7 @@ def test_it_waits_for_nodes() -> None:
 
 def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0)
-    with pytest.raises(OutputError, match="no node is left"):
+    with pytest.raises(OutputError, match="no working node is left"):
         run(FakeFleet(2, trouble=Trouble(deaths={2: 0, 3: 1})), 10)
 
 

@@ -89,7 +89,7 @@ def changed(job: object, field: str, value: object) -> object:
     ("change", "said"),
     [
         (lambda job: replace(job, version="0"), "another version of ckpttool"),
-        (lambda job: replace(job, planned="x"), "the plan that this machine has"),
+        (lambda job: replace(job, planned="x"), "the plan of this machine"),
         (lambda job: replace(job, branch=job.branch | {"run": "x"}), "does not see the destination"),
         (lambda job: replace(job, branch=job.branch | {"partial": "/nowhere"}), "does not see the destination"),
     ],
@@ -122,7 +122,7 @@ def test_sources_that_a_node_does_not_see(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_all_nodes_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.execute.fleets.dispatch.PATIENCE", 0.0)
-    with pytest.raises(OutputError, match="no node is left"):
+    with pytest.raises(OutputError, match="no working node is left"):
         reshards(tmp_path / "dst", RunOptions(on=FakeFleet(1, 0, Trouble(deaths={3: 0}))))
 
 

@@ -389,7 +389,7 @@ def test_a_committer_that_was_thought_dead_comes_back(
     ("what", "said"),
     [
         ("of", "part 1 on HOST is one of 2, this is one of 3"),
-        ("plan", "part 1 on HOST has another plan"),
+        ("plan", "part 1 on HOST has a different plan"),
         ("version", "part 1 on HOST has ckpttool 0.0.1, this is "),
         ("hashes", "part 1 on HOST was started without --manifest"),
     ],
@@ -653,7 +653,7 @@ def test_asked_to_verify_when_another_part_completes_it(
 def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> None:
     part(plan, tmp_path / "dst", 1, 2)
     (tmp_path / "dst.partial/output/files/rank_0.bin").write_bytes(b"")
-    with pytest.raises(ConflictError, match="an output of the parts was changed from outside"):
+    with pytest.raises(ConflictError, match="something else changed an output of the parts"):
         part(plan, tmp_path / "dst", 2, 2)
     assert not (tmp_path / "dst").exists()
 
@@ -662,17 +662,21 @@ def test_an_output_that_was_changed_from_outside(tmp_path: Path, plan: Plan) -> 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "link"), "changed from outside", id="link"),
-        pytest.param(lambda d: elsewhere(d / "output/files/rank_0.bin", "name"), "changed from outside", id="name"),
+        pytest.param(
+            lambda d: elsewhere(d / "output/files/rank_0.bin", "link"), "something else changed an output", id="link"
+        ),
+        pytest.param(
+            lambda d: elsewhere(d / "output/files/rank_0.bin", "name"), "something else changed an output", id="name"
+        ),
         pytest.param(lambda d: elsewhere(d / "output/files", "link"), "symbolic links", id="files"),
-        pytest.param(lambda d: elsewhere(d / "output", "link"), "changed from outside", id="output"),
+        pytest.param(lambda d: elsewhere(d / "output", "link"), "something else changed an output", id="output"),
         pytest.param(lambda d: (d / "output/linked").write_text('[[0, "linked"]]'), "cannot be read", id="linked"),
         pytest.param(lambda d: (d / "output/linked").write_text("[5"), "cannot be read", id="torn"),
-        pytest.param(lambda d: record(d, edges=[[99, 0, "AAAA"]]), "does not fit its output", id="file"),
-        pytest.param(lambda d: record(d, edges=[[0, 2**70, "AAAA"]]), "does not fit its output", id="bytes"),
+        pytest.param(lambda d: record(d, edges=[[99, 0, "AAAA"]]), "does not match its output", id="file"),
+        pytest.param(lambda d: record(d, edges=[[0, 2**70, "AAAA"]]), "does not match its output", id="bytes"),
         pytest.param(lambda d: said(d, hashes=None), "was started without --manifest", id="hashes"),
         pytest.param(lambda d: said(d, of="\x1b" + "9" * 10**6), "is one of .{,90}, this is one of 2", id="long"),
-        pytest.param(lambda d: os.mkfifo(d / ".failed.7-9"), "no part of a run has made this", id="pipe"),
+        pytest.param(lambda d: os.mkfifo(d / ".failed.7-9"), "no part of the run made this", id="pipe"),
     ],
 )
 def test_what_somebody_has_put_there(tmp_path: Path, plan: Plan, change: Callable[[Path], object], text: str) -> None:
@@ -713,7 +717,7 @@ def test_outputs_that_are_gone_are_not_made_again(tmp_path: Path, plan: Plan) ->
     """They would be zeros, where the journals say that all is there."""
     part(plan, tmp_path / "dst", 1, 2)
     shutil.rmtree(tmp_path / "dst.partial/output")
-    with pytest.raises(ConflictError, match="what the parts have written is gone"):
+    with pytest.raises(ConflictError, match="the output of the parts is gone"):
         part(plan, tmp_path / "dst", 2, 2)
     assert not (tmp_path / "dst").exists()
     assert not (tmp_path / "dst.partial/output").exists()
@@ -807,7 +811,7 @@ def test_a_directory_with_the_inode_of_dst_is_not_dst(
         dst.rmdir()
     else:
         assert dst.stat().st_ino == inode
-    with pytest.raises(ConflictError, match="what it had made is not there any more"):
+    with pytest.raises(ConflictError, match="and its output is gone"):
         part(plan, dst, 1, 2)
     shutil.rmtree(tmp_path / "dst.partial")
     if there == "other":

@@ -182,7 +182,7 @@ def test_an_order_for_a_chunk_without_its_tasks(store: ObjectStore, plan: Plan) 
     def torn(self: FakeFleet, node: Any, ticket: int, order: Order) -> None:
         turn(self, node, ticket, order | {"tasks": order["tasks"][:-1]})
 
-    with patch.object(FakeFleet, "_turn", torn), pytest.raises(OutputError, match="has other parts"):
+    with patch.object(FakeFleet, "_turn", torn), pytest.raises(OutputError, match="has different parts"):
         write(plan, on=FakeFleet())
     assert not any("model" in k for k in store.files())
 

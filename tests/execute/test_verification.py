@@ -175,7 +175,7 @@ def test_what_is_worked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     flipped(dst / "1.bin", 77)
     errors = [told(lambda advance, i=i: verification.share(dst, advance, i, 2))[1] for i in range(2)]  # type: ignore[misc]
     assert errors[0] == ""
-    assert "`t1` was not written as it was worked out" in errors[1]
+    assert "`t1` was not written as it was computed" in errors[1]
     assert told(lambda advance: verification.on(FakeFleet(2), dst, advance, stop))[1] == errors[1]
 
 

@@ -168,7 +168,7 @@ def test_no_interpreter_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", executable)
     result = run(plan, tmp_path / "dst", RunOptions(workers=2))
     assert written(tmp_path / "dst") == want
-    assert [n for n in result.notes if n.startswith("one thread computes")]
+    assert [n for n in result.notes if n.startswith("computing with one thread")]
 
 
 @pytest.mark.usefixtures("beside")
@@ -212,7 +212,7 @@ def test_a_method_of_the_program(tmp_path: Path) -> None:
     """No fresh interpreter knows it. Threads of numpy's library alone do not keep the program from forking."""
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     out, err = script(OWN, tmp_path, env=environment).communicate(timeout=60)
-    assert out.splitlines() == ["[]", "['one thread computes: no other process can be started here']"]
+    assert out.splitlines() == ["[]", "['computing with one thread: no other process can be started here']"]
     assert not err
 
 

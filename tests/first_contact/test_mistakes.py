@@ -153,7 +153,7 @@ STRANGERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "GGUF, empty": (("llama-q4.gguf",), ("within its header",)),
     "numpy": (("model.npz",), ("another framework",)),
     "Megatron-LM": (("latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/a.pt"), ("Megatron-LM", "fetch")),
-    "DeepSpeed's script": (("zero_to_fp32.py",), ("what is left of a save of DeepSpeed", "global_step")),
+    "DeepSpeed's script": (("zero_to_fp32.py",), ("part of a DeepSpeed save", "global_step")),
     "a broken save of DeepSpeed": (
         ("latest", "zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"),
         ("saves: global_step1",),

@@ -224,7 +224,7 @@ def test_a_text_that_changes_is_refused(change: bytes, tmp_path: Path) -> None:
     with path.open("r+b") as f:
         f.seek(part.text.offset + 20_000)
         f.write(change) if change else f.truncate()
-    with pytest.raises(CorruptError, match=r"has changed while it was read|shorter than its index says") as e:
+    with pytest.raises(CorruptError, match=r"changed while it was read|shorter than its index says") as e:
         read_block(a.file.contents, a.offset, (1,), (a.nbytes,), "U8")
     assert str(path) in str(e.value.where)
 

@@ -219,7 +219,7 @@ def test_two_models_in_one_directory(tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"type": 12}, "is Q4_K: of quantized GGUF only Q8_0 is read"),
-        ({"type": 99}, "has the type 99"),
+        ({"type": 99}, "has the unknown type 99"),
         ({"offset": 7}, "does not begin at a multiple of 32"),
         ({"offset": 1 << 30}, "and the file has"),
         ({"offset": 0}, "overlap"),

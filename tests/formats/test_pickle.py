@@ -372,7 +372,7 @@ def test_cut_off_anywhere(tmp_path: Path, name: str) -> None:
 def test_bytes_after_the_end(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(pickle.dumps({"a": 1}) + b"\0\0")
-    with pytest.raises(CorruptError, match="2 bytes lie after the end"):
+    with pytest.raises(CorruptError, match="ends before the file: 2 bytes left"):
         read_pickle(path)
 
 

@@ -89,7 +89,7 @@ def test_calls_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert f"`{called}`" in e.value.what
     assert str(path) in e.value.where[0]
     assert "[byte " in e.value.where[0]
-    assert "nothing in the file was executed" in str(e.value.hint)
+    assert "nothing in the file was run" in str(e.value.hint)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 

@@ -328,7 +328,7 @@ def test_names_lie(tmp_path: Path) -> None:
     """.bin is anybody's: what else it holds is named."""
     for name, data, words in (
         ("a.bin", b"GGUF" + bytes(60), "GGUF file"),
-        ("b.bin", b"\x80\x04K\x01.", "a pickle, but not one of torch.save"),
+        ("b.bin", b"\x80\x04K\x01.", "pickle was not written by torch.save"),
         ("c.bin", b"\x00" * 64, "not a file of torch.save"),
         ("d.bin", b"", "cut off"),
     ):

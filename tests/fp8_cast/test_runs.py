@@ -151,7 +151,7 @@ def test_only_the_same_cast_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     partial = files(tmp_path / "dst.partial")
     done = ckpttool("fp8-cast", source, tmp_path / "dst", "--recipe", "channel", "--resume")
     assert done.code == 1
-    assert "error: the interrupted run had another plan" in done.err
+    assert "error: the interrupted run had a different plan" in done.err
     assert not (tmp_path / "dst").exists()
     assert files(tmp_path / "dst.partial") == partial
     cast(source, tmp_path / "dst", "--recipe", "block", "--resume")

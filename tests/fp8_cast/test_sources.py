@@ -384,7 +384,7 @@ WRONG: list[tuple[list[object], str]] = [
     (["--recipe", "mxfp8", "--scale-dtype", "f32"], "the scales of mxfp8 are F8_E8M0"),
     (["--recipe", "mxfp4", "--edge", "ceil"], "mxfp4 has no partly filled groups"),
     (["--recipe", "tensor", "--quant-method", "modelopt", "--scale-dtype", "bf16"], "has no BF16 scales"),
-    (["--code", "e5m2", "--quant-method", "compressed-tensors"], "knows E4M3 codes only"),
+    (["--code", "e5m2", "--quant-method", "compressed-tensors"], "supports only E4M3 codes"),
     (["--code", "bf16"], "codes of block are F8_E4M3 or F8_E5M2"),
     (["--edge", "round"], "--edge is round"),
     (["--keep", "*.q_prj.*"], "--keep `*.q_prj.*` matches no tensor"),

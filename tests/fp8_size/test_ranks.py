@@ -335,7 +335,7 @@ def test_caches_that_cannot_be() -> None:
         kv("Llama-3-8B", "fp8_ds_mla")
     with pytest.raises(UsageError, match="less than --tokens"):
         kv("Llama-3-8B", tokens=10, length=5)
-    with pytest.raises(UsageError, match="not known"):
+    with pytest.raises(UsageError, match="unknown --kv"):
         kv("Llama-3-8B", "int4")
 
 

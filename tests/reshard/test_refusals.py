@@ -655,13 +655,13 @@ def test_destination_in_the_source(where: str, tmp_path: Path) -> None:
     src = hf(tmp_path)
     before = sorted(p.name for p in src.iterdir())
     error = refused(src, src / where, "--force")
-    assert "inside the" in error or "SRC and DST are the same" in error
+    assert "DST is inside SRC" in error or "SRC and DST are the same" in error
     assert sorted(p.name for p in src.iterdir()) == before
 
 
 def test_source_in_the_destination(tmp_path: Path) -> None:
     src = hf(tmp_path)
-    assert "inside the destination" in refused(src, tmp_path, "--force")
+    assert "SRC is inside DST" in refused(src, tmp_path, "--force")
     assert (src / "model.safetensors").exists()
 
 

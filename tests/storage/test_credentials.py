@@ -85,5 +85,5 @@ def test_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conten
     file.write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
     error = said("gs://bucket/m")
-    assert "GOOGLE_APPLICATION_CREDENTIALS cannot be used: " in error
+    assert "cannot use GOOGLE_APPLICATION_CREDENTIALS: " in error
     assert str(file) in error

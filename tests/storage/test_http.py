@@ -731,7 +731,7 @@ def test_a_proxy_of_the_environment_is_asked(
     assert server.asked[-1].path == "/small"
     monkeypatch.setenv("http_proxy", f"socks5://u:{SECRET}@h:1")
     monkeypatch.setenv("no_proxy", "")
-    with pytest.raises(HttpError, match=r"proxy of the environment is not http://HOST:PORT: socks5://h:1") as e:
+    with pytest.raises(HttpError, match=r"proxy in the environment is not http://HOST:PORT: socks5://h:1") as e:
         client.request("GET", "http://others.example/f")
     assert SECRET not in str(e.value)
 

@@ -342,7 +342,7 @@ def test_access_that_is_lost_during_a_run(hub: Hub, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(hub, "is_signed", fewer)
     done = ckpttool("reshard", MODEL, tmp_path / "dst", "--memory", "8MiB")
     assert (done.code, done.err.count("error: ")) == (1, 1), done.err
-    assert "error: org/tiny is gated, and nobody is logged in" in done.err
+    assert "error: org/tiny is gated, and you are not logged in" in done.err
     assert not (tmp_path / "dst").exists()
 
 
@@ -512,13 +512,13 @@ def test_offline_what_the_cache_lacks_is_said(hub: Hub, tmp_path: Path) -> None:
 GATED = "error: org/gated is gated, and "
 MISSING = "error: the Hub has no model org/nothing, or it is private, and "
 ERRORS = {
-    "missing": ("hf://org/nothing", "", MISSING + "nobody is logged in", "log in: `hf auth login`, or HF_TOKEN"),
+    "missing": ("hf://org/nothing", "", MISSING + "you are not logged in", "log in: `hf auth login`, or HF_TOKEN"),
     "missing, logged in": ("hf://org/nothing", READER, MISSING + "your token may not read it", "check the name at "),
     "private": ("hf://org/private", "", "error: the Hub has no model org/private, or it is private", "hf auth login"),
     "private, logged in": ("hf://org/private", READER, "or it is private, and your token may not", "fine-grained"),
-    "gated": ("hf://org/gated", "", GATED + "nobody is logged in", "accept the conditions there, then log in"),
+    "gated": ("hf://org/gated", "", GATED + "you are not logged in", "accept the conditions there, then log in"),
     "gated, logged in": ("hf://org/gated", READER, GATED + "your account has not been given", "ask for it there"),
-    "token": (MODEL, WRONG, "error: the Hub does not know the token", "log in again: `hf auth login`"),
+    "token": (MODEL, WRONG, "error: the Hub does not recognize the token", "log in again: `hf auth login`"),
 }
 
 
@@ -555,7 +555,7 @@ def test_too_many_requests(hub: Hub, token: str, tmp_path: Path) -> None:
     with hub.clients(tmp_path / "home", token=token):
         error = refused(MODEL, tmp_path / "dst")
     assert "error: the Hub allows no more requests for now (500 api in 300 s); again in 55 s\n" in error
-    assert ("who is logged in may ask more often" in error) == (not token)
+    assert ("logged-in users may send more requests" in error) == (not token)
 
 
 @pytest.mark.usefixtures("by_ranges")
@@ -576,7 +576,7 @@ def test_servers_that_are_down(hub: Hub, tmp_path: Path) -> None:
 def test_what_is_not_the_hub(hub: Hub, tmp_path: Path) -> None:
     hub.fail("revision", 200, times=1)
     error = refused(MODEL, tmp_path / "dst")
-    assert "error: this does not answer as the Hugging Face Hub does (status 200)\n" in error
+    assert "error: the answer does not come from the Hugging Face Hub (status 200)\n" in error
     assert "check HF_ENDPOINT" in error
     for wrong in ("nonsense", "ftp://host", "http://user:secret@127.0.0.1:1", "http://127.0.0.1:99999"):
         with hub.clients(tmp_path / f"home {wrong[:6]}", HF_ENDPOINT=wrong):
@@ -626,7 +626,7 @@ def test_a_resolve_that_contradicts_the_listing(hub: Hub, header: str, value: st
     src = place(f"{MODEL}/{WEIGHTS}")
     assert src.is_file()
     hub.fail("HEAD .*resolve", 302, headers={"Location": f"{hub.cdn}/x", header: value})
-    with pytest.raises(CorruptError, match="something else than in its list"):
+    with pytest.raises(CorruptError, match="contradicts its list of files"):
         src.open_file().pread(10, 0)
     assert not any(a.server == "cdn" for a in hub.asked)
 
@@ -642,7 +642,7 @@ def test_bytes_that_contradict_the_listing(hub: Hub) -> None:
         data = files[name].bytes()
         other = bytes([data[0] ^ 1]) + data[1:]
         object.__setattr__(files[name], "data", other)
-        with pytest.raises(CorruptError, match="other bytes than it lists"):
+        with pytest.raises(CorruptError, match="do not match the Hub's list of files"):
             read_all(src / name)
 
 
@@ -669,7 +669,7 @@ def test_a_storage_with_another_file(hub: Hub) -> None:
         ("http://10.0.0.1/x", "has a private address"),
         ("ftp://h/x", "has the scheme ftp, not https or http"),
         ("http://h:99999/x", "port is not a number"),
-        ("http://[", "not a URL"),
+        ("http://[", "an invalid URL"),
     ],
 )
 def test_locations_that_nobody_should_be_led_to(hub: Hub, to: str, why: str) -> None:

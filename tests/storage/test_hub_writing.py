@@ -95,7 +95,7 @@ def test_what_is_there_already_is_not_committed_again(hub: Hub, how: str, monkey
     push()
     commit = hub.repos["org/new"].refs["refs/heads/main"]
     said = push("hf://org/new", how)
-    assert f"nothing to commit: {commit} has all of it already" in said
+    assert f"nothing to commit: {commit} already has everything" in said
     assert f"hf://org/new@{commit}: hf" in said
     assert len(hub.repos["org/new"].commits) == 2
     assert not logged
@@ -154,8 +154,8 @@ def test_somebody_else_was_faster(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 def test_permission_is_asked_for_first(hub: Hub, tmp_path: Path) -> None:
     hub.add("org/new", {"README.md": b"hi"})
     with hub.clients(tmp_path / "home", token="hf_reader"):  # noqa: S106 - it is none
-        assert "does not let you write this" in refused()
-        assert "does not let you write this" in refused("hf://org/other")
+        assert "you may not write this" in refused()
+        assert "you may not write this" in refused("hf://org/other")
         assert not [a for a in hub.asked if a.method == "PUT"]
         assert "opened a pull request" in push("hf://org/new", "--create-pr")
     with hub.clients(tmp_path / "home"):

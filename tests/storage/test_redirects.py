@@ -98,7 +98,7 @@ def test_it_is_said(server: str, place: str, code: int, tmp_path: Path, monkeypa
     ("dst", "code", "said"),
     [
         ("az://box/out", 302, "redirects to http://169.254.169.254"),
-        ("az://box/out", 412, "not one of Azure's"),
+        ("az://box/out", 412, "does not come from Azure"),
         ("s3://bucket/out", 302, "redirects to http://169.254.169.254"),
         ("gs://bucket/out", 302, "redirects to http://169.254.169.254"),
     ],

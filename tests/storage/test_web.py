@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -261,7 +262,7 @@ def test_servers_that_send_no_ranges(server: WebServer) -> None:
     ids=["compressed", "other bytes", "a file too small", "another size", "another tag"],
 )
 def test_answers_of_a_server_that_will_not_do_better(
-    server: WebServer, fault: dict[str, str], error: type[CkptError], said: str
+    server: WebServer, fault: dict[str, Any], error: type[CkptError], said: str
 ) -> None:
     """Repeating the command, or looking at the network, would not help: the hint says what does."""
     file = at(server, "large").open_file()

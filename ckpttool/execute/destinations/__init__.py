@@ -1,5 +1,5 @@
-"""Which destination a place is. Another one is an addition: a module with ``destination(dst, options)``, and with
-``branch(said, plan, tasks)`` if several machines can write there.
+"""The destination for each kind of place. Another one is an addition: a module with ``destination(dst, options)``, and
+with ``branch(said, plan, tasks)`` if several machines can write there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _remote(dst: Remote, options: RunOptions) -> Destination:
     if scheme not in MODULES:
         known = ", ".join(f"{s}://" for s in MODULES)
         raise UsageError(
-            f"{scheme}:// is read only", where=str(dst), hint=f"write to a directory, or to one of {known}"
+            f"{scheme}:// is read-only", where=str(dst), hint=f"write to a directory, or to one of {known}"
         )
     name = MEMBERS.get(scheme, MODULES[scheme]) if options.member else MODULES[scheme]
     found: Destination = _module(scheme, name).destination(dst, options)

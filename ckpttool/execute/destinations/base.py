@@ -1,4 +1,4 @@
-"""Where a run writes: what the engine asks of DST, wherever that is. Absent, or complete.
+"""The interface of a destination: everything that the engine asks of DST, which is absent or complete.
 
 Outputs are always made on this machine, below ``partial``: files of their full size, written in any order by threads
 and processes. For a DST on this machine that is DST.partial/, which becomes DST. For any other it is a spool, from

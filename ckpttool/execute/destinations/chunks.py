@@ -1,4 +1,4 @@
-"""Which chunks of the outputs nothing will be written to any more. Pure.
+"""Chunks of the outputs that are final: nothing more will be written to them. Pure.
 
 An object is sent in chunks of equal size. A chunk may go when all has been done that writes into it: parts of the
 plan, and, where checksums are wanted, the hashes that may read these parts back. What writes where is known beforehand,

@@ -90,8 +90,8 @@ class Folder:
             return f.read()
 
     def _foreign(self, name: str) -> OutputError:
-        what = "no part of a run has made this"
-        return OutputError(what, where=f"{self.where}/{name}", hint="see who has, and remove it")
+        what = "no part of the run made this"
+        return OutputError(what, where=f"{self.where}/{name}", hint="find out what did, and remove it")
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Make a file with these bytes, durable, unless there is one. Returns whether it was made."""
@@ -175,7 +175,7 @@ class ClaimFile:
 
     def __str__(self) -> str:
         holder = self.holder
-        return "a process that cannot be named yet" if holder is None else str(holder)
+        return "an unknown process" if holder is None else str(holder)
 
 
 class TakenOverError(OutputError):
@@ -350,7 +350,7 @@ class Claim:
         with contextlib.suppress(OSError):
             found = self._claims.highest(self._name)
         who = f"{found} has taken over" if found else "its claim is gone"
-        what = f"this process said nothing for {SILENT:.0f} s or more, and {who}"
+        what = f"this process was silent for {SILENT:.0f} s or more, and {who}"
         return TakenOverError(what, where=self._claims.folder.where)
 
     def _write(self, count: bytes) -> None:

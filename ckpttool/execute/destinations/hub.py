@@ -86,7 +86,7 @@ class HubDestination:
         self._notes: list[str] = []
         self._spool = Spool(f"hf://{self.repo}@{self.branch}/{self.prefix}")
         self._paths: list[Path] = []
-        """Where the outputs are made, by their numbers."""
+        """Local paths of the outputs, by their numbers."""
         self._sender = Sender(self._upload, UPLOADS, _bytes)
         self._sent: list[CommitOperationAdd] = []
         self._known: set[Path] = set()
@@ -180,7 +180,7 @@ class HubDestination:
         """Make the spool, and a private repository where there is none; see whether it may be written."""
         if beginning.resume:
             self._notes.append(
-                "nothing to resume: a commit is made whole or not at all; what the Hub has already is not sent again"
+                "nothing to resume: a commit is complete or absent; files that the Hub already has are not sent again"
             )
         plan, tasks = beginning.plan, beginning.tasks
         sizes = [o.size for o in plan.outputs]
@@ -311,7 +311,7 @@ class HubDestination:
             else:
                 if info.oid == parent:  # without a commit, it is the last one
                     self.given.written(parent)
-                    return f"nothing to commit: {parent} has all of it already"
+                    return f"nothing to commit: {parent} already has everything"
                 return self._written(info.pr_revision or info.oid)
         raise AssertionError("the last try raises")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TRIES = 6
-"""In about a minute."""
+"""Tries, over about a minute."""
 
 
 def api() -> HfApi:
@@ -98,7 +98,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
         )
     if isinstance(error, OfflineModeIsEnabled):
         return AccessError(
-            "HF_HUB_OFFLINE is set, and nothing can be written",
+            "cannot write to the Hub: HF_HUB_OFFLINE is set",
             where=where,
             hint="unset HF_HUB_OFFLINE",
         )
@@ -116,7 +116,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
             )
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, OSError) and error.filename:
-        return OutputError(f"cannot read what is to be sent: {error.strerror}", where=str(error.filename))
+        return OutputError(f"cannot read a file to upload: {error.strerror}", where=str(error.filename))
     if isinstance(error, OSError):
         return PassingError("the Hub cannot be reached", where=where, hint="check the network, then repeat")
     if isinstance(error, ValueError):
@@ -127,7 +127,7 @@ def _explained(error: Exception, where: str) -> CkptError | Exception:
 def _refused(status: int, more: str, where: str) -> CkptError:
     if status in (401, 403):
         return AccessError(
-            f"the Hub does not let you write this{more}",
+            f"you may not write this on the Hub{more}",
             where=where,
             hint="log in with a token that may write there (hf auth login), or use --create-pr",
         )

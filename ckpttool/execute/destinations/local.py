@@ -159,11 +159,11 @@ class LocalDestination:
             for s in [*sources, *holders]:
                 if Path(s).is_relative_to(target):
                     same = str(target) in holders and target.is_dir()
-                    what = "SRC and DST are the same" if same else "the source lies inside the destination"
+                    what = "SRC and DST are the same" if same else "SRC is inside DST"
                     raise OutputError(what, where=[str(self.given), s], hint="choose another DST")
             for holder in holders:
                 if Path(holder).is_dir() and target.is_relative_to(holder):
-                    what = "the destination lies inside the source"
+                    what = "DST is inside SRC"
                     raise OutputError(what, where=[str(self.given), holder], hint="choose a DST outside")
 
     def _is_empty_directory(self) -> bool:
@@ -180,7 +180,7 @@ class LocalDestination:
                 f"not enough space: {short(space.needed)} and {SLACK >> 20} MiB to spare are needed,"
                 f" {short(space.free)} are free",
                 where=str(self.path.parent),
-                hint="make room, or choose a DST on another disk",
+                hint="free some space, or choose a DST on another disk",
             )
 
     def space(self, plan: Plan) -> DiskSpace:
@@ -322,7 +322,7 @@ class LocalDestination:
             (self.partial / JOURNAL).unlink()  # this run has made it
         if resume:
             raise OutputError(
-                "there is nothing to resume: this directory has no journal, and files that this command does not write",
+                "nothing to resume: this directory has no journal, but files that this command does not write",
                 where=str(self.partial / strange[0]),
                 hint="move it away, or use --force to remove it",
             )
@@ -343,7 +343,7 @@ class LocalDestination:
                 while not watch.look():
                     if watch.beats:
                         what = f"a part of another run is writing this destination: {watch.holder}"
-                        raise OutputError(what, where=str(self.partial), hint="wait until it has ended, or end it")
+                        raise OutputError(what, where=str(self.partial), hint="wait until it ends, or end it")
                     time.sleep(claims.LOOK)
         except BaseException:
             if not os.fstat(self._fd).st_size:
@@ -369,16 +369,16 @@ class LocalDestination:
 
     def _locked(self, path: Path, flags: int, lock: int = fcntl.LOCK_EX) -> int:
         if path.is_symlink():
-            what, where = "a link lies where the output is to be made, and is not followed", os.path.realpath(path)
+            what, where = "the output path is a link, which is not followed", os.path.realpath(path)
             raise OutputError(what, where=[str(path), where], hint="remove the link, or choose another DST")
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         info = os.fstat(fd)
         if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_nlink > 1):
             os.close(fd)
             raise OutputError(
-                "this is not a journal of a run, or it has another name besides",
+                "this is not the journal of a run, or it has a second name (a hard link)",
                 where=str(path),
-                hint="remove the directory that it lies in, or choose another DST",
+                hint="remove its directory, or choose another DST",
             )
         what, hint = "another run has just finished with this destination", "repeat the command"
         try:

@@ -77,7 +77,7 @@ class MarkerState:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ConflictError(
-                "what the interrupted run left cannot be continued: its marker cannot be read",
+                "cannot continue the interrupted run: its marker is unreadable",
                 where=where,
                 hint="use --force to start over",
             ) from None
@@ -167,7 +167,9 @@ class Marker:
             self._tag = found.tag
             return
         what = "the marker of this run is gone" if found is None else "another run has taken this destination over"
-        self._lost = OutputError(f"{what}, so this one ends", where=self._where, hint="see which of them is to go on")
+        self._lost = OutputError(
+            f"{what}, so this one ends", where=self._where, hint="find out which of them should continue"
+        )
         raise self._lost
 
     def _raise(self) -> None:
@@ -189,7 +191,7 @@ class Marker:
             return  # --force: there is nobody to ask
         if holder is not None and not holder.is_gone() and found.age < SILENT:
             raise self._busy(
-                f"process {holder.pid} on {holder.host}, heard of {max(0, round(found.age))} s ago",
+                f"process {holder.pid} on {holder.host}, last seen {max(0, round(found.age))} s ago",
                 wait=round(SILENT - found.age),
             )
 

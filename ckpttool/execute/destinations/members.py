@@ -173,13 +173,13 @@ class SharedPartial:
         with contextlib.suppress(ValueError, RecursionError):
             said = json.loads(found or b"")
         if not isinstance(said, dict) or said.get("members") != 1:
-            raise self._conflict("what other parts left cannot be continued: it cannot be read")
+            raise self._conflict("cannot continue the run of the other parts: their record is unreadable")
         shown = {key: str(value)[:80] for key, value in said.items()}
         who = f"part {shown.get('part')} on {shown.get('host')}"
         texts = {
             "of": f"{who} is one of {shown.get('of')}, this is one of {self.member.of}",
             "version": f"{who} has ckpttool {shown.get('version')}, this is {__version__}",
-            "plan": f"{who} has another plan: the source, or the options, or what is at the same path there, differ",
+            "plan": f"{who} has a different plan: SRC, the options, or the files at the same path differ",
             "parts": f"{who} cuts the same plan into other parts",
             "hashes": f"{who} was started {'with' if 'xxh3_128' in shown.get('hashes', '') else 'without'} --manifest",
         }
@@ -201,7 +201,7 @@ class SharedPartial:
                 raise OutputError(
                     f"another process does {self.member}: {watch.holder}",
                     where=str(self.path),
-                    hint="wait until it has ended, or end it",
+                    hint="wait until it ends, or end it",
                 )
             return False
 
@@ -292,7 +292,7 @@ class SharedPartial:
     def check_known(self) -> None:
         """Raises ConflictError when what was about to get the name DST is nowhere."""
         if self._committing and self._made < 0:
-            raise self._conflict("a part was stopped in its last step, and what it had made is not there any more")
+            raise self._conflict("a part was stopped in its last step, and its output is gone")
 
     # -- failures
 
@@ -561,7 +561,7 @@ class MemberDestination(_SharedDestination):
             found = [(i, how) for i, how in json.loads(data)]
             if all(type(i) is int and 0 <= i < len(outputs) and outputs[i].link and how in SHARED for i, how in found):
                 return dict(found)
-        raise _changed("what the parts left cannot be read", self.common.path / _OUTPUT / _LINKED, self.common.path)
+        raise _changed("the output of the parts cannot be read", self.common.path / _OUTPUT / _LINKED, self.common.path)
 
     def _is_prepared(self, _watch: ClaimWatch) -> bool:
         self.common.check_failures()
@@ -572,7 +572,7 @@ class MemberDestination(_SharedDestination):
         common, claim = self.common, self._prepare
         assert claim is not None  # noqa: S101 - the caller has it
         if common.union().parts:
-            what = "what the parts have written is gone, and they have recorded that it was there"
+            what = "the output of the parts is gone, although they recorded it"
             raise _changed(what, common.path / _OUTPUT, common.path)
         for name in common.folder.names():
             if name.startswith(_MAKING):
@@ -593,7 +593,7 @@ class MemberDestination(_SharedDestination):
             making.rename(common.path / _OUTPUT)
         common.folder.sync()
         if not common.output():
-            raise OutputError("the outputs cannot be given their name", where=str(making))
+            raise OutputError("cannot rename the outputs", where=str(making))
         shutil.rmtree(making, ignore_errors=True)  # somebody who took this process for dead was first
 
     def record(self, pool: Medium, parts: Sequence[Part], sums: Mapping[str, str]) -> None:
@@ -616,8 +616,8 @@ class MemberDestination(_SharedDestination):
         done = {i for i, share in enumerate(self._shares, 1) if i in came and self._is_done(share, found)}
         waiting = tuple(i for i in range(1, self.member.of + 1) if i not in done)
         if self.member.number in waiting:
-            what = "what this part has recorded is not there any more"
-            raise OutputError(what, where=str(self.common.path), hint="see who has removed it")
+            what = "the record of this part is gone"
+            raise OutputError(what, where=str(self.common.path), hint="find out what removed it")
         if waiting:
             self.close()
         return waiting
@@ -712,7 +712,7 @@ class CommitDestination(_SharedDestination):
         outputs = plan.outputs
         for file, at, data in edges:
             if file >= len(outputs) or at + len(data) > outputs[file].size or outputs[file].name in self.linked_outputs:
-                raise _changed("what a part has recorded does not fit its output", self.common.path, self.common.path)
+                raise _changed("the record of a part does not match its output", self.common.path, self.common.path)
 
     def make(self, path: str, size: int) -> bool:
         """Does nothing: the output exists."""
@@ -754,7 +754,7 @@ class CommitDestination(_SharedDestination):
             try:
                 common.remove_all()
             except OSError as e:
-                left = f"what the parts had in common could not be removed: {common.path}: {e.strerror}"
+                left = f"cannot remove the shared files of the parts: {common.path}: {e.strerror}"
                 note = f"{note}; {left}" if note else left
         finally:
             self.close()
@@ -789,7 +789,7 @@ def check_made(path: str, size: int, shared: Path, *, linked: bool) -> None:
     own = all(stat.S_ISDIR(_status(shared / p)[0]) for p in inside)
     mode, found, names = _status(Path(path))
     if not own or not stat.S_ISREG(mode) or found != size or (names > 1 and not linked):
-        raise _changed("an output of the parts was changed from outside", path, shared)
+        raise _changed("something else changed an output of the parts", path, shared)
 
 
 def _status(path: Path) -> tuple[int, int, int]:
@@ -802,7 +802,7 @@ def _status(path: Path) -> tuple[int, int, int]:
 
 
 def _changed(what: str, where: str | Path, shared: Path) -> ConflictError:
-    hint = f"remove what the parts have made, and run them again: rm -r {shlex.quote(str(shared))}"
+    hint = f"remove the output and run all parts again: rm -r {shlex.quote(str(shared))}"
     return ConflictError(what, where=str(where), hint=hint)
 
 

@@ -58,7 +58,7 @@ class ObjectBranch:
         self._own: set[tuple[int, int]] = set()
         """The chunks that the order asks for: (output, chunk)."""
         self._ready: set[tuple[int, int]] = set()
-        """Those of them to which nothing more is written."""
+        """The chunks to which nothing more is written."""
         self._chunks = Chunks(plan, (), self._sizes)
         self._stop = threading.Event()
         self._outbox = self._new_outbox()
@@ -95,7 +95,7 @@ class ObjectBranch:
         tasks = [_rest(t, done, known) for t in tasks]
         if ranges(p.number for t in tasks for p in t.parts) != order["parts"]:  # a chunk would lack some of its bytes
             raise OutputError(
-                "a task has other parts on this machine than where the run was begun", where=self._keys.text
+                "a task has different parts on this machine than where the run was started", where=self._keys.text
             )
         self._chunks = Chunks(self._plan, tasks, self._sizes)
         self._own = {(f, c) for f, first, stop in order["chunks"] for c in range(first, stop)}
@@ -137,7 +137,7 @@ class ObjectBranch:
         """Everything has been recorded: wait until the store has it. Returns what belongs in the answer."""
         self._outbox.sender.wait(0, self._stop)
         if not self._own <= self._ready:
-            raise OutputError("an order asks for a chunk into which nothing writes", where=self._keys.text)
+            raise OutputError("a task names a chunk that nothing writes to", where=self._keys.text)
         sent = [[f, chunk, self._uploads[f].sent[chunk]] for f, chunk in sorted(self._own) if f in self._uploads]
         whole = [[f, self._whole(f)] for f, _ in sorted(self._own) if f not in self._uploads]
         for f in self._touched:  # what neighbours send
@@ -150,7 +150,7 @@ class ObjectBranch:
         try:
             return path.read_bytes()
         except OSError as e:
-            raise OutputError(f"what was written cannot be read: {e.strerror or e}", where=str(path)) from e
+            raise OutputError(f"cannot read the output: {e.strerror or e}", where=str(path)) from e
 
     def stop(self) -> None:
         """Send nothing more."""

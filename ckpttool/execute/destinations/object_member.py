@@ -134,7 +134,7 @@ class ObjectMember(ObjectDestination):
             if not o.is_done:
                 self.check_running()
                 hint = "continue with --resume and without --part, or start over with --force"
-                what = "an upload is gone, with all that was sent"
+                what = "an upload is gone, with everything sent so far"
                 raise OutputError(what, where=self._keys.where(o.name), hint=hint) from None
 
     def _choose(self, beginning: Beginning, state: MarkerState, sums: dict[str, str]) -> Finished:
@@ -199,7 +199,7 @@ class ObjectMember(ObjectDestination):
     def _agree(self, theirs: MarkerState, mine: MarkerState) -> None:
         """Raises ConflictError unless all members make the same of the same in the same way."""
         if not theirs.members:
-            what = "a run without --part writes this destination, or has left it"
+            what = "a run without --part writes this destination, or left it incomplete"
             raise ConflictError(what, where=self._text, hint="continue that run with --resume and without --part")
         has = "with" if theirs.hashes else "without"
         texts = {
@@ -252,7 +252,7 @@ class ObjectMember(ObjectDestination):
             except HeldError as e:
                 if found is None or found.tag != (seen or found.tag):  # it lives
                     what = f"another process does {self.member}"
-                    raise HeldError(what, where=self._text, hint="wait until it has ended, or end it") from e
+                    raise HeldError(what, where=self._text, hint="wait until it ends, or end it") from e
                 seen = found.tag
                 self._wait()
             else:
@@ -287,8 +287,8 @@ class ObjectMember(ObjectDestination):
             return
         if found is None and self._is_made():
             raise CommittedError
-        what = "another part has given the run up, or another run has taken this destination over"
-        raise OutputError(what, where=self._text, hint="see what the other parts say")
+        what = "another part gave up, or another run has taken over this destination"
+        raise OutputError(what, where=self._text, hint="see the messages of the other parts")
 
     def leave(self, pool: Medium) -> tuple[int, ...]:
         """This part is done. Returns the numbers of those that are not; if there are any, this was all."""

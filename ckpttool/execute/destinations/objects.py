@@ -79,7 +79,7 @@ def bucket_of(dst: Remote) -> Bucket:
     scheme, _, rest = str(dst).partition("://")
     if not {"", ".", ".."}.isdisjoint(rest.split("/")):  # stores take them as they are; few tools can read that again
         raise UsageError(
-            "a store has no `.`, `..` or empty folders", where=str(dst), hint="write the path without them"
+            "object stores have no `.`, `..` or empty folders", where=str(dst), hint="write the path without them"
         )
     return open_bucket(scheme, rest.partition("/")[0], writes=True)
 
@@ -168,13 +168,13 @@ class ObjectDestination:
         for s in sources:
             if s == text or s.startswith(f"{text}/"):
                 same = text in (roots or [s.rpartition("/")[0]])
-                what = "SRC and DST are the same" if same else "the source lies inside the destination"
+                what = "SRC and DST are the same" if same else "SRC is inside DST"
                 raise OutputError(what, where=[self._text, s], hint="choose another DST")
         for holder in roots or sorted({s.rpartition("/")[0] for s in sources}):
             if text == holder:
                 raise OutputError("SRC and DST are the same", where=[self._text, holder], hint="choose another DST")
             if text.startswith(f"{holder}/"):
-                what = "the destination lies inside the source"
+                what = "DST is inside SRC"
                 raise OutputError(what, where=[self._text, holder], hint="choose a DST outside")
 
     def check_absent(self, *, force: bool, appeared: bool = False) -> None:
@@ -185,7 +185,7 @@ class ObjectDestination:
         if strange is None:
             return
         if force:
-            what, hint = "--force would delete all that is in the bucket", "choose a DST below it: a prefix"
+            what, hint = "--force would delete everything in the bucket", "choose a DST below it: a prefix"
             raise OutputError(what, where=[self._text, f"{self._keys.bucket}/{strange}"], hint=hint)
         what = "the destination appeared during the run" if appeared else "the destination exists"
         where = [self._text, f"{self._keys.bucket}/{strange}"]
@@ -265,7 +265,7 @@ class ObjectDestination:
             except UnicodeEncodeError:
                 raise OutputError("a name is not UTF-8, as names in object stores are", where=where) from None
             if size > _LONGEST - len(f"/{MARK}.json"):
-                raise OutputError(f"a name is longer than {_LONGEST:,} bytes, the most in object stores", where=where)
+                raise OutputError(f"a name is longer than {_LONGEST:,} bytes, the limit of object stores", where=where)
 
     def _take(self, digest: str, parts: int, beginning: Beginning) -> tuple[MarkerState, bool]:
         """Hold DST. Returns the marker's state, and whether it is that of a run to be continued."""
@@ -278,7 +278,7 @@ class ObjectDestination:
             self._check_members(state)
             if state.state == WRITING and (state.plan, state.parts) != (digest, parts):
                 raise ConflictError(
-                    "the interrupted run had another plan: the source, the options or the version of ckpttool have"
+                    "the interrupted run had a different plan: the source, the options or the version of ckpttool have"
                     " changed",
                     where=f"{self._text}: plan {state.plan[:12]}, now {digest[:12]}",
                     hint="repeat the command of the interrupted run with --resume, or use --force to start over",
@@ -428,7 +428,7 @@ class ObjectDestination:
         summed = next((o.name for o in self._plan.outputs if o.summed), "")
         if summed:
             raise UsageError(
-                "several machines cannot write a file that holds checksums of its tensors into a bucket",
+                "several machines cannot write a file with checksums of its tensors into a bucket",
                 where=f"{self._text}: {summed}",
                 hint="use one machine, a DST that all machines share, or --to hf",
             )
@@ -505,13 +505,13 @@ class ObjectDestination:
         try:
             there = self._bucket.parts(self._keys.at(o.name), o.upload)
         except GoneError:
-            raise OutputError("an upload is gone, with all that was sent", where=where) from None
+            raise OutputError("an upload is gone, with everything sent so far", where=where) from None
         for chunk in o.chunks:
             part = there.get(chunk + 1)
             if part is None or not o.has(chunk, part.size):
                 raise OutputError(f"part {chunk + 1:,} of an upload is missing, or has another size", where=where)
             if not _is_same(o.sent[chunk], part.tag):
-                raise OutputError(f"part {chunk + 1:,} of an upload is another one than was sent", where=where)
+                raise OutputError(f"part {chunk + 1:,} of an upload differs from the one that was sent", where=where)
             o.sent[chunk] = part.tag
 
     def complete(self) -> None:
@@ -542,7 +542,7 @@ class ObjectDestination:
                 self._bucket.complete(key, o.upload, {c + 1: tag for c, tag in o.sent.items()}, self._run)
             except GoneError:  # it was done, and the answer has been lost
                 if not self._is_written(o):
-                    what = "an upload was gone before it was completed"
+                    what = "an upload disappeared before it was completed"
                     raise OutputError(what, where=f"{self._keys.bucket}/{key}") from None
             o.is_done = True
 
@@ -586,7 +586,7 @@ class ObjectDestination:
         there = dict(self._there(self._keys.prefix))
         for o in self._objects.values():
             if there.get(self._keys.at(o.name)) != o.size:
-                what = "an object that was written is not there, or has another size"
+                what = "a written object is missing or has a different size"
                 raise OutputError(what, where=self._keys.where(o.name))
 
     def publish(self, *, force: bool) -> str | None:

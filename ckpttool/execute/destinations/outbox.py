@@ -170,11 +170,11 @@ class Outbox:
         except GoneError:
             self._gone()
             raise OutputError(
-                "an upload is gone: something has aborted it, a rule of the bucket for incomplete ones perhaps",
+                "an upload is gone: something aborted it, perhaps the bucket's rule for incomplete uploads",
                 where=self.keys.where(o.name),
             ) from None
         except OSError as e:
-            what = f"what waits to be sent cannot be read: {e.strerror or e}"
+            what = f"cannot read data that waits to be sent: {e.strerror or e}"
             raise OutputError(what, where=str(path)) from e
         o.sent[chunk] = tag
         self.forget(o, chunk)

@@ -60,7 +60,9 @@ class Spool:
         """Raises OutputError when the disk has less room."""
         usage = shutil.disk_usage(self.path.parent)
         if usage.free < needed + SLACK:
-            what = f"not enough space for what waits to be sent: {needed:,} bytes and {SLACK >> 20} MiB to spare are"
+            what = (
+                f"not enough space for data that waits to be sent: {needed:,} bytes and {SLACK >> 20} MiB to spare are"
+            )
             what += f" needed, {usage.free:,} bytes are free"
             raise OutputError(what, where=str(self.path.parent), hint=_HINT)
 
@@ -123,7 +125,7 @@ class Spool:
         except FileNotFoundError:
             return
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            what = "something else lies where outputs are to be made before they are sent"
+            what = "the directory for outputs that wait to be sent is occupied"
             raise OutputError(what, where=str(self.path), hint="remove it, or set TMPDIR to a directory of your own")
 
     def make(self, path: str, size: int) -> None:

@@ -146,7 +146,7 @@ class ApartFleet:
         raise self._connection_error(error[1].strip().splitlines()[-1])
 
     def _last_line(self) -> str:
-        """What the engine printed last: its first sentence, without time and place."""
+        """The engine's last output: its first sentence, without time and place."""
         self._printed.seek(0)
         lines = [line for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         return re.sub(r"^\[[^]]*\] \S+: ", "", lines[-1]).strip().partition(". ")[0] if lines else ""
@@ -156,7 +156,7 @@ class ApartFleet:
         self._nodes = self._slots = 0
         head = self._head or self._address
         host, _, port = head.rpartition(":")
-        where = [f"--on {self._name}", said and f"last words: {said}"]
+        where = [f"--on {self._name}", said and f"last output: {said}"]
         if not host or not port.isdecimal():
             return OutputError("no connection to the cluster", where=where, hint="see `ray status`")
         try:

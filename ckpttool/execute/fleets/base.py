@@ -1,4 +1,4 @@
-"""What a run gives orders to when other machines work for it (``--on``).
+"""The interface of a fleet: other machines that work for a run (``--on``).
 
 A *job* is a run, as other machines see it; a *worker* is the job opened in one process of a node. The fleet takes the
 job there once, and then carries orders and answers, each a few kB. Orders are idempotent: where an answer
@@ -48,7 +48,7 @@ class Reply:
     """The machine, as people know it."""
     answer: Answer | None = None
     error: Exception | None = None
-    """What the worker raised. A CkptError arrives as it was."""
+    """The worker's exception. A CkptError arrives unchanged."""
     lost: str = ""
     """Why there will be no answer: the process or the node is gone. Half of the order may be done."""
 

@@ -65,7 +65,7 @@ def dispatch(fleet: Fleet, orders: Iterable[Order], stop: threading.Event) -> It
         if away or fleet.nodes():
             seen = time.monotonic()
         elif time.monotonic() - seen >= PATIENCE:
-            raise OutputError("no node is left to work", hint="make sure that the cluster has nodes with a free CPU")
+            raise OutputError("no working node is left", hint="make sure that the cluster has nodes with a free CPU")
 
 
 def _has_one(waiting: deque[_DispatchedOrder], coming: Iterator[Order]) -> bool:

@@ -126,7 +126,7 @@ class RayFleet:
                 break
         if not self.nodes():
             raise OutputError(
-                f"no node of the Ray cluster can begin{self._last_failure and ': '}{self._last_failure}",
+                f"no node of the Ray cluster can start{self._last_failure and ': '}{self._last_failure}",
                 where=[s.label for s in self._nodes.values()] or self._address,
                 hint="a node needs one free CPU: see `ray status`",
             )
@@ -230,7 +230,7 @@ class RayFleet:
         try:
             said = ray.get(ref)
         except RuntimeEnvSetupError as e:
-            error = UsageError(f"Ray cannot bring ckpttool to a node: {_line(e)}")
+            error = UsageError(f"Ray cannot install ckpttool on a node: {_line(e)}")
             self._backlog.append(Reply(None, node.label, error=error))
         except RayError as e:
             self._drop_worker(node, worker, ticket, e)
@@ -272,7 +272,7 @@ def _unfit_error(said: dict[str, Any]) -> CkptError:
     if "module" in said:
         return UsageError(
             f"a package is not installed there: {said['module']}",
-            hint="nodes get ckpttool itself from here; install what it needs there: pip install ckpttool",
+            hint="nodes get ckpttool from here, not its packages; install those there: pip install ckpttool",
         )
     return ConflictError(
         f"another ckpttool: {said['unfit']} there, {__version__} here", hint="install the same version on all nodes"

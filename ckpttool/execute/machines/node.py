@@ -1,4 +1,4 @@
-"""What a machine does for a run that another one has started: shares of its tasks, durable before they are answered.
+"""Work of a machine for a run that another one started: shares of its tasks, durable before they are answered.
 
 <- {"tasks": [7, 8], "done": [31], "hold": [[0, [12, 13]]], ...}    these tasks of the schedule, without these parts and
                                                  without what they write to these pages; the rest is the branch's
@@ -49,7 +49,7 @@ class NodeJob:
     large: Mapping[int, tuple[int, int]]
     """See ``large_units``: a machine makes the tasks that it is to do, and no others."""
     branch: Mapping[str, Any]
-    """What ``Destination.branch`` has said."""
+    """The answer of ``Destination.branch``."""
     memory: int
     workers: int | None
     connections: int | None
@@ -91,7 +91,7 @@ class NodeWorker:
         """The plan is what was sent, and the sources of this machine are those that were planned."""
         plan, job = self._job.plan, self._job
         if plan.digest() != job.planned:
-            raise ConflictError("the plan that this machine has is not the one of the run", hint="repeat the command")
+            raise ConflictError("the plan of this machine differs from that of the run", hint="repeat the command")
         here = [s for s in plan.sources if isinstance(parse_place(s.path), Path)]
         if any(not Path(s.path).is_absolute() for s in here) and Path.cwd() != Path(job.directory):
             hint = "give SRC as an absolute path that all nodes have"

@@ -1,4 +1,4 @@
-"""Which of how many processes this is, for ``--part``: as it is written, or as the launcher's variables say.
+"""The number of this process and their count, for ``--part``: as written, or from the launcher's variables.
 
 Launchers lie inside each other: torchrun in a task of Slurm, which may be an element of an array. The innermost that
 split the work counts. What contradicts is refused with what to write instead: two processes that take the same part
@@ -102,7 +102,7 @@ class Membership:
 
     member: Member
     source: str = ""
-    """Who says so: ``Slurm (srun): SLURM_PROCID=2, SLURM_NTASKS=8``; "" where it was written."""
+    """The source of these numbers: ``Slurm (srun): SLURM_PROCID=2, SLURM_NTASKS=8``; "" where it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _member(number: int, of: int, option: str, found: _LauncherVariables | None 
             raise UsageError(
                 f"{option}: process {found.rank:,} of {of:,}, counted from 0, cannot be",
                 where=where,
-                hint=f"say it yourself: {_EXAMPLE}",
+                hint=f"set it yourself: {_EXAMPLE}",
             )
         raise UsageError(f"{option}: parts are counted from 1 to {of:,}", hint=_EXAMPLE)
     return Member(number, of)
@@ -214,7 +214,7 @@ def _contradiction(one: _LauncherVariables, other: _LauncherVariables) -> UsageE
     return UsageError(
         f"--part auto: {one.by.name} and {other.by.name} disagree about which process this is",
         where=(str(one), str(other)),
-        hint=f"unset the variables that are left over, or say it yourself: {_EXAMPLE}",
+        hint=f"unset the variables that are left over, or set it yourself: {_EXAMPLE}",
     )
 
 
@@ -257,7 +257,7 @@ def _read(row: Launcher, environment: Mapping[str, str]) -> _LauncherVariables |
             raise UsageError(
                 f"--part auto: {row.name} with gaps does not tell which of its elements this is",
                 where=said,
-                hint=f"number them without gaps (--array=1-8), or say it yourself: {_EXAMPLE}",
+                hint=f"number them without gaps (--array=1-8), or set it yourself: {_EXAMPLE}",
             )
     return _LauncherVariables(row, rank, size, spans, said)
 
@@ -272,7 +272,7 @@ def _number(environment: Mapping[str, str], name: str, row: Launcher, said: str)
     text = environment.get(name, "")
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         what = f"{name} is `{text}`" if text else f"{name} is not set"
-        raise UsageError(f"--part auto: {what}", where=f"{row.name}: {said}", hint=f"say it yourself: {_EXAMPLE}")
+        raise UsageError(f"--part auto: {what}", where=f"{row.name}: {said}", hint=f"set it yourself: {_EXAMPLE}")
     return int(text)
 
 

@@ -53,7 +53,7 @@ def run(plan: Plan, dst: Place, member: Member, options: RunOptions, progress: P
     except OutputError:
         if not isinstance(destination, MemberDestination) or not is_made(plan, destination.path, member, options):
             raise
-        said = f"DST is there already, and what {member} has to make of it is equal to the sources"
+        said = f"DST exists already, and the share of {member} in it matches the sources"
         done = replace(_nothing_done(plan, options), verified=options.verify is not None)
         return _ended(progress, done, said, Standing(member, committed=True))
     finally:

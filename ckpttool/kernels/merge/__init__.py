@@ -30,7 +30,7 @@ def method(name: str) -> Method:
     if found is None:
         nearest = difflib.get_close_matches(name, METHODS, n=1, cutoff=0)[0]
         raise UsageError(
-            f"there is no merge method `{name}`",
-            hint=f"did you mean `{nearest}`? there are {', '.join(sorted(METHODS))}",
+            f"unknown merge method `{name}`",
+            hint=f"did you mean `{nearest}`? Methods: {', '.join(sorted(METHODS))}",
         )
     return found

@@ -60,7 +60,7 @@ class CascadeSum:
     def result(self) -> np.float32:
         """The sum, once all values are added."""
         if self._missing:
-            raise ValueError(f"{self._missing} of the values are yet to be added")
+            raise ValueError(f"{self._missing} of the values are still missing")
         line = _added(self._sums[0], self._sums[1:]).reshape(_VECTORS, self._lanes)
         whole = len(self._rest) // self._lanes * self._lanes
         vector = _added(line[0], self._rest[:whole].reshape(-1, self._lanes))

@@ -272,7 +272,7 @@ _NORMALIZE = {"normalize": Parameter("bool", default=True, help="divide by the s
 _COUNT = {"elect_count": Parameter("bool", default=False, help="elect signs by number (ties_elect_type count)")}
 _THIN = {
     "reserve_p": Parameter("float", 0.7, "share of the elements that is kept"),
-    "rescale": Parameter("bool", default=True, help="make up for the elements that are dropped"),
+    "rescale": Parameter("bool", default=True, help="rescale for the dropped elements"),
 }
 _PRUNE = _THIN | {"epsilon": Parameter("float", 0.14, "range of the probabilities, from the largest to the smallest")}
 

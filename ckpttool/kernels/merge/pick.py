@@ -292,7 +292,7 @@ def ramplus_tl(tensor: MergeTensor) -> Program:
     return _ram(tensor, list((1 + tensor.whole["r"] * np.clip(ratio, 0, tensor.whole["alpha"])).astype(np.float32)))
 
 
-_EPSILON = Parameter("float", 1e-5, "a difference up to this is none")
+_EPSILON = Parameter("float", 1e-5, "a difference up to this counts as 0")
 
 METHODS = {
     m.name: m
@@ -337,7 +337,7 @@ METHODS = {
             "https://arxiv.org/abs/2601.13572",
             whole={
                 "r": Parameter("float", 0.1, "strength of the factor"),
-                "alpha": Parameter("float", 0.2, "most that s_i / u_i counts"),
+                "alpha": Parameter("float", 0.2, "upper limit of s_i / u_i"),
                 "epsilon": _EPSILON,
             },
             base="needed",

@@ -428,7 +428,7 @@ _WHOLE = {
         "bool", default=False, help="restore the sum of magnitudes that a delta had before it was thinned out"
     ),
     "int8_mask": Parameter(
-        "bool", default=False, help="without effect: in mergekit it saves memory, and changes no result"
+        "bool", default=False, help="no effect: in mergekit it saves memory and does not change the result"
     ),
 }
 _MODEL = {

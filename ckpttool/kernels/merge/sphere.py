@@ -390,7 +390,7 @@ METHODS = {
             "https://arxiv.org/abs/2603.04972",
             whole={
                 "max_iter": Parameter("int", 10, "most steps"),
-                "tol": Parameter("float", 1e-5, "a step, angle or norm below this is none"),
+                "tol": Parameter("float", 1e-5, "a step, angle or norm below this counts as 0"),
             },
             base="refused",
             passes=one_pass,

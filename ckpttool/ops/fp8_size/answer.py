@@ -26,7 +26,7 @@ from ckpttool.storage.listing import list_source
 from ckpttool.storage.place import parse_place
 
 BY = ("class", "dtype", "module", "tensor")
-"""What --by may say."""
+"""Values of --by."""
 NOT_MODELLED = ("activations", "CUDA graphs", "allocator fragmentation", "NCCL buffers")
 """Uses of a device's memory that no number here contains; what --utilization leaves is for them."""
 UTILIZATION = 0.9
@@ -125,7 +125,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class TotalSize:
-    """What SRC's index says, and what its headers add up to."""
+    """The total of SRC's index, and the sum of its headers."""
 
     index: str
     said: int | float
@@ -151,7 +151,7 @@ class SizeReport:
     training: TrainingSetup | None = None
     fit: DeviceFit | None = None
     remedies: list[Remedy] = field(default_factory=list)
-    """What would fit, where it does not."""
+    """Changes that would make it fit, where it does not."""
     choices: list[GpuChoice] = field(default_factory=list)
     """Where no device was given: common GPUs with room for the ranks, or, with no ranks either, for the weights."""
     needed: list[int] = field(default_factory=list)

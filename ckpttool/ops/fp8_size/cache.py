@@ -23,10 +23,10 @@ from ckpttool.layout.cache import LayerCache, kept_layers
 from ckpttool.ops.fp8_size.model import SizedModel
 
 KINDS = ("bf16", "fp8", "fp8_ds_mla")
-"""What --kv may say."""
+"""Values of --kv."""
 DS_MLA = 656
 LATENT, ROTARY = "latent", "rotary"
-"""What families call the two parts that latent attention keeps of a token."""
+"""Families' names of the two parts that latent attention keeps of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class KvCache:
 
     @property
     def layers(self) -> int:
-        """Those that keep something of each token."""
+        """Number of layers that keep something of each token."""
         return sum(a + b for a, b in self.stages)
 
     @property
     def sliding(self) -> int:
-        """Those of them that keep a window."""
+        """Number of these layers that keep a window."""
         return sum(b for _, b in self.stages)
 
     @property
@@ -127,7 +127,7 @@ class KvCache:
         return sum(layer.token for layer in self.kept[stage]) * length * self.batch + self.states(stage)
 
     def needed(self, stage: int) -> int:
-        """What must fit: what is reserved where a length is given, else what the tokens use."""
+        """Bytes that must fit: the reserve where a length is given, else the use of the tokens."""
         return self.reserved(stage) if self.length else self.used(stage)
 
 
@@ -138,7 +138,7 @@ def cache_of(model: SizedModel, dtype: str, mesh: Mesh, *, tokens: int, batch: i
     its layers keep, ConflictError and LayoutError for a field that has a value which it cannot have.
     """
     if dtype not in KINDS:
-        raise UsageError(f"--kv `{dtype}` is not known", hint="one of " + ", ".join(KINDS))
+        raise UsageError(f"unknown --kv `{dtype}`", hint="one of " + ", ".join(KINDS))
     if length and length < tokens:
         raise UsageError(f"--max-model-len {length} is less than --tokens {tokens}")
     try:

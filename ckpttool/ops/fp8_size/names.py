@@ -17,7 +17,7 @@ CLASSES = (
     "scale",
     "other",
 )
-"""In the order in which they are shown."""
+"""Classes, in the order in which they are shown."""
 
 # The first that is found in a name decides.
 _PARTS = (

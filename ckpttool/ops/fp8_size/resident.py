@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of the weights, and whether blocks of scales can be cut that way.
+"""The weights of each rank of a mesh, and whether blocks of scales can be cut that way.
 
 A weight is cut in high precision by the family's rule, as reshard cuts it, and the recipe is applied to the share: a
 block that is partly filled has a scale. Tensors of one kind (shape, rule, recipe) are worked out once and counted, so
@@ -64,7 +64,7 @@ _Sizes = dict[tuple[int, int, int], tuple[int, int, int]]
 
 
 class Weights(NamedTuple):
-    """What one rank holds, without and with those of routed experts."""
+    """Weights of one rank: all others, and those of routed experts."""
 
     dense: int
     experts: int
@@ -239,7 +239,7 @@ def _local(kind: _ResidentKind, cutting: PartitionContext, at: Coords) -> RankSh
 
 
 def _held(kinds: _Counted, cutting: PartitionContext) -> list[Weights]:
-    """What each rank holds. Raises Uneven."""
+    """Weights by rank. Raises IndivisibleError."""
     mesh = cutting.mesh
     known: dict[tuple[int, int, int, int], Weights] = {}
     sizes: _Sizes = {}

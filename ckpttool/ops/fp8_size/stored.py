@@ -25,7 +25,7 @@ from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
 
 AS_IS, PLAIN = "as-is", "bf16"
 CHOICES = (AS_IS, PLAIN, *RECIPES)
-"""What --recipe may say."""
+"""Values of --recipe."""
 USUAL_PRESET = "hf-default"
 
 
@@ -65,7 +65,7 @@ class WeightGroup:
     weight: Weight
     """The first of them."""
     held: tuple[SizedTensor, ...]
-    """What is stored of the first: codes, scales and so on, or the weight itself."""
+    """The stored tensors of the first: codes, scales and so on, or the weight itself."""
     coding: Coding | None
     """None: in high precision."""
     why: str
@@ -91,7 +91,7 @@ class WeightGroup:
 
 
 def _stem(name: str) -> str:
-    """What the names of a weight, of its codes and of its scales begin with."""
+    """The common beginning of the names of a weight, its codes and its scales."""
     return name.removesuffix("weight") if name.endswith(".weight") else name
 
 
@@ -103,7 +103,7 @@ class Subtotal:
     parameters: int = 0
     """Elements in high precision, each counted where its codes are; scales are not parameters."""
     elements: int = 0
-    """As files count them: bytes that hold two 4-bit codes are one element each."""
+    """Elements as files count them: bytes that hold two 4-bit codes are one element each."""
     nbytes: int = 0
 
     def add(self, row: OutputRow, times: int) -> None:
@@ -260,7 +260,7 @@ def _something(model: SizedModel, groups: Iterable[WeightGroup]) -> None:
 
 
 def _stored(model: SizedModel) -> Applied:
-    """What a checkpoint holds."""
+    """The recipe of a checkpoint as it is stored."""
     block = config_block(model.config)
     beside: dict[str, list[SizedTensor]] = {}
     for name in model.codes.beside:
@@ -328,7 +328,7 @@ class Disk:
 
 
 def in_order(model: SizedModel, applied: Applied) -> list[OutputRow]:
-    """What is stored, in model order."""
+    """The stored tensors, in model order."""
     return model.family.in_model_order(applied.rows(), model.ops, lambda r: r.name)
 
 

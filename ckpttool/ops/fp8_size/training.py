@@ -75,7 +75,7 @@ def training_of(
     if rest and any(w.experts for w in held):
         raise UsageError(
             f"tp {mesh.tp} x dp {dp} ranks a stage are not a multiple of ep {mesh.ep} x etp {mesh.etp}",
-            hint=f"--dp {folded} is one that is" if mesh.tp == 1 else "give another --dp, --ep-out or --etp-out",
+            hint=f"for example --dp {folded}" if mesh.tp == 1 else "give another --dp, --ep-out or --etp-out",
         )
     expert_dp = max(1, expert_dp)
 

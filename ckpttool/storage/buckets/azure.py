@@ -64,7 +64,7 @@ _LOGIN = (
     " or run `az login`; --anonymous reads public containers"
 )
 _READING = "is the key right? A login needs the role Storage Blob Data Reader, a SAS token the permissions r and l"
-_WRITING = "writing takes the role Storage Blob Data Contributor, or a SAS token with the permissions r, c, w, d and l"
+_WRITING = "writing needs the role Storage Blob Data Contributor, or a SAS token with the permissions r, c, w, d and l"
 _signed: TimedCache[tuple[str, str], tuple[str, dict[str, str]]] = TimedCache(SIGNED_SECONDS / 2)
 """URLs and headers, by container and key."""
 _lock = threading.Lock()
@@ -86,7 +86,7 @@ def container(name: str) -> ContainerClient:
             try:
                 _clients[here] = _made(name)
             except ValueError as e:
-                raise AccessError(f"the settings for Azure cannot be used: {e}", hint=_LOGIN) from None
+                raise AccessError(f"invalid Azure settings: {e}", hint=_LOGIN) from None
         return _clients[here]
 
 
@@ -100,7 +100,7 @@ def _made(name: str) -> ContainerClient:
     account = _env("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
     url = _env("AZURE_STORAGE_SERVICE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
     if not account and not url:
-        raise AccessError("no account of Azure is named", where=f"az://{name}", hint=_LOGIN)
+        raise AccessError("no Azure account given", where=f"az://{name}", hint=_LOGIN)
     return ContainerClient(
         url or f"https://{account}.blob.core.windows.net", name, credential=_credential(account), **options
     )
@@ -318,7 +318,9 @@ class AzureBucket:
         except exceptions.AzureError:
             raise AccessError(_NO_LOGIN, where=where, hint=_LOGIN) from None
         except TypeError:  # what Azure's library makes of an error in JSON that has no message
-            raise AccessError("the answer is not one of Azure's", where=where, hint="does a proxy answer?") from None
+            raise AccessError(
+                "the answer does not come from Azure", where=where, hint="a proxy may have answered"
+            ) from None
 
     def _meaning(self, code: str, status: int, where: str) -> OSError | CkptError:
         """The error for an answer that is one."""
@@ -341,7 +343,7 @@ class AzureBucket:
         return f"az://{self.name}/{key}"
 
 
-_NO_LOGIN = "Azure does not log in"
+_NO_LOGIN = "the Azure login failed"
 
 
 def _is_folder(blob: BlobProperties) -> bool:
@@ -390,7 +392,7 @@ def _staged(blob: BlobClient, data: FileSlice) -> Iterator[str]:
         while len(pieces) < BLOCK and (piece := data.read()):
             pieces += piece
         if not pieces:
-            raise EOFError("the file is shorter than it was made")
+            raise EOFError("the file is shorter than when it was written")
         number, left = number + 1, left - len(pieces)
         name = f"{upload}-{number:05}"
         blob.stage_block(name, bytes(pieces), validate_content=True)

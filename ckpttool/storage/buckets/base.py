@@ -171,12 +171,12 @@ class FileSlice:
         n = min(_MIB, self.size - self._at)
         data = os.pread(self._fd, n, self._start + self._at) if n else b""
         if n and not data:
-            raise OSError(errno.EIO, "the file is shorter than it was made")
+            raise OSError(errno.EIO, "the file is shorter than when it was written")
         self._at += len(data)
         return data
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        """Where the next bytes are read; the beginning is 0."""
+        """Position of the next bytes to read, from 0."""
         if self._stop.is_set():
             raise SliceStoppedError
         self._at = at + (0, self._at, self.size)[whence]
@@ -233,7 +233,7 @@ def understood(where: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise AccessError("the answer is not one of an object store", where=where) from None
+        raise AccessError("the answer does not come from an object store", where=where) from None
 
 
 def no_bucket(kind: str, where: str, hint: str, *, writes: bool) -> CkptError:
@@ -258,7 +258,7 @@ def unlisted(e: OSError | CkptError, where: str, address: str) -> OSError | Ckpt
     """
     if not isinstance(e, FileNotFoundError):
         return e
-    what = "the answer is not one of an object store: 404 to a listing"
+    what = "the answer does not come from an object store: 404 to a listing"
     return AccessError(what, where=where, hint=f"check {address}")
 
 

@@ -71,11 +71,11 @@ def authorization(where: str) -> dict[str, str]:
     except exceptions.DefaultCredentialsError as e:
         why = str(e.args[0]) if e.args else ""
         if file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            what = f"GOOGLE_APPLICATION_CREDENTIALS cannot be used: {why}"
+            what = f"cannot use GOOGLE_APPLICATION_CREDENTIALS: {why}"
             raise AccessError(plain(what), where=[where, file], hint=_LOGIN) from None
-        raise AccessError("no credentials for Google Cloud are found", where=where, hint=_LOGIN) from None
+        raise AccessError("no Google Cloud credentials found", where=where, hint=_LOGIN) from None
     except exceptions.GoogleAuthError as e:
-        raise AccessError(f"Google Cloud does not log in: {e.args[0]}", where=where, hint=_LOGIN) from None
+        raise AccessError(f"the Google Cloud login failed: {e.args[0]}", where=where, hint=_LOGIN) from None
 
 
 def close() -> None:
@@ -92,7 +92,7 @@ class GcsBucket(s3.S3Bucket):
 
     scheme, cloud, address = "gs", "Google Cloud", "the proxy"
     lister = "gcloud storage ls {}/"
-    rights = "writing takes the role Storage Object User, or storage.objects.* and storage.multipartUploads.*"
+    rights = "writing needs the role Storage Object User, or storage.objects.* and storage.multipartUploads.*"
 
     def __init__(self, name: str, *, writes: bool = False) -> None:
         super().__init__(name, writes=writes)
@@ -141,7 +141,7 @@ class GcsBucket(s3.S3Bucket):
             hint = e.hint or "check the network and the proxy"
             raise AccessError(str(e.strerror), where=where, hint=hint) from None
         if not isinstance(said, dict):
-            raise AccessError("the answer is not one of Google Cloud Storage", where=where)
+            raise AccessError("the answer does not come from Google Cloud Storage", where=where)
         return said
 
     # -- the XML API

@@ -106,7 +106,7 @@ def new_client(region: str | None = None, style: str = "", *, signed: bool, endp
             _check_keys(session)
         made = session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
     except (exceptions.BotoCoreError, ValueError) as e:
-        raise AccessError(f"the settings for S3 cannot be used: {e}", hint=_LOGIN) from None
+        raise AccessError(f"invalid S3 settings: {e}", hint=_LOGIN) from None
     if not _AMAZON.fullmatch(made.meta.endpoint_url):
         made.meta.events.register("before-parse.s3", _refuse_redirect)
     if made.meta.endpoint_url.startswith("https:"):
@@ -159,7 +159,7 @@ class S3Bucket:
     lister = "aws s3 ls {}/"
     scheme, cloud, address = "s3", "S3", "AWS_ENDPOINT_URL"
     rights = (
-        "writing takes s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucketMultipartUploads,"
+        "writing needs s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucketMultipartUploads,"
         " s3:ListMultipartUploadParts and s3:AbortMultipartUpload"
     )
 
@@ -318,9 +318,9 @@ class S3Bucket:
                         answer["Body"] = answer["Body"].read()
                 except ResponseParserError:
                     if number == ODD_TRIES:
-                        hint = f"check {self.address}; does a proxy answer?"
+                        hint = f"check {self.address}; a proxy may have answered"
                         raise AccessError(
-                            f"the answer is not one of {self.cloud}", where=self._where(key), hint=hint
+                            f"the answer does not come from {self.cloud}", where=self._where(key), hint=hint
                         ) from None
                 except (exceptions.IncompleteReadError, exceptions.ResponseStreamingError):
                     if number == TRIES:
@@ -378,7 +378,7 @@ class S3Bucket:
     def _failed(self, e: exceptions.BotoCoreError, where: str) -> AccessError:
         """The error for a request that had no answer, or none that can be used."""
         if isinstance(e, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-            return AccessError("no credentials for S3 are found", where=where, hint=_LOGIN)
+            return AccessError("no S3 credentials found", where=where, hint=_LOGIN)
         if isinstance(e, _RedirectedError):
             hint = f"check {self.address}: a proxy or login page may have answered in the place of the bucket's server"
             return AccessError(f"{self.cloud} cannot be used: {e}", where=where, hint=hint)
