@@ -44,7 +44,7 @@ def test_a_finding() -> None:
     assert ckpttool("explain", "[shard-missing]").out.splitlines() == [
         "shard-missing: a finding",
         "  severity:    error",
-        "  meaning:     a shard that the index names, or that is left out in the numbers of the others, is not there",
+        "  meaning:     a shard that the index lists, or a number between those of the others, is missing",
         "  what to do:  fetch that file",
     ]
 
