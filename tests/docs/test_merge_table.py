@@ -59,17 +59,16 @@ def methods_table() -> list[str]:
 
 def parameters_table() -> list[str]:
     """A row for each parameter; meanings that few methods have come after the usual one, with these methods."""
-    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for m in METHODS.values():
         for name, p in {**m.per_model, **m.whole}.items():
-            found.setdefault(name, {}).setdefault((p.kind, p.help), []).append(f"`{m.name}`")
-    rows = ["| parameter | type | meaning |", f"|{' --- |' * 3}"]
+            found.setdefault(name, {}).setdefault(p.help, []).append(f"`{m.name}`")
+    rows = ["| parameter | meaning |", f"|{' --- |' * 2}"]
     for name, meanings in sorted(found.items()):
-        kind = ", ".join(dict.fromkeys(kind for kind, _ in meanings))
         texts: list[str] = []
-        for (_, text), where in sorted(meanings.items(), key=lambda item: -len(item[1])):
+        for text, where in sorted(meanings.items(), key=lambda item: -len(item[1])):
             texts.append((f"in {', '.join(where)}: " if texts else "") + text.replace("|", "\\|"))
-        rows.append(f"| `{name}` | {kind} | {'; '.join(texts)} |")
+        rows.append(f"| `{name}` | {'; '.join(texts)} |")
     return rows
 
 
