@@ -178,7 +178,7 @@ class LocalDestination:
         if space.fits is False:
             raise OutputError(
                 f"not enough space: {short(space.needed)} and {SLACK >> 20} MiB to spare are needed,"
-                f" {short(space.free)} are free",
+                f" {short(space.free or 0)} are free",
                 where=str(self.path.parent),
                 hint="free some space, or choose a DST on another disk",
             )
