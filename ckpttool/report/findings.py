@@ -149,6 +149,8 @@ def junit(result: CheckResult) -> str:
     cases = []
     for noun, number in result.checked.items():
         cases.append(f'    <testcase classname={suite} name="{escape(count(number, noun, f"{noun}s"))} checked"/>')
+    if result.unread:
+        cases.append(f"    <testcase classname={suite} name={quoteattr(_xml(result.unread))}><skipped/></testcase>")
     for f, also in found:
         file = _xml(_file(f, result))
         name = quoteattr(f"{f.id}: {file}")

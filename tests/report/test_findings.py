@@ -95,6 +95,14 @@ def test_junit_fails_for_errors_only() -> None:
     assert "warning: 2 shards have no index (hint: `ckpttool" in (cases[3].findtext("system-out") or "")
 
 
+def test_junit_skips_what_was_not_read() -> None:
+    unread = result()
+    unread.unread = "values not checked (--values)"
+    cases = read_xml(junit(unread))[0].findall("testcase")
+    assert [c.get("name") for c in cases if c.find("skipped") is not None] == ["values not checked (--values)"]
+    assert read_xml(junit(unread)).get("tests") == "3"
+
+
 def test_github_annotates_files() -> None:
     assert github(FOUND).splitlines()[:2] == [
         "::error file=model/x.safetensors,title=ckpttool truncated::tensor `a` ends at byte 9, and 1 more like it",
