@@ -175,7 +175,7 @@ _CHARTS = {
         "distance-by-layer",
         "Distance by layer",
         "distance",
-        "L2 norm of the difference to a source by that of the source, of all tensors of a layer together.",
+        "L2 norm of the difference from a source, divided by that of the source, by layer.",
     ),
     "task_cosine": (
         "direction-by-layer",
