@@ -106,7 +106,7 @@ JOBS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "to tp 8, ep 8": ("fp8", lambda p: prepare(p, OpenOptions(), EP8)),
     "to vllm": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="vllm", tp=4))),
     "a file for each tensor": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="hf", max_shard_size=100))),
-    "drop-keys": ("fp8", lambda p: drop_keys.prepare(p, OpenOptions(), Selection(("model.layers.3.*",)), Target())),
+    "drop-keys": ("fp8", lambda p: drop_keys.prepare(p, OpenOptions(), Selection(("model.layers.3.*",)))),
     "fp8-cast": ("bf16", lambda p: fp8_cast.prepare(p, OpenOptions(), BLOCK, Selection())),
     "fp8-cast --to bf16": ("fp8", lambda p: fp8_cast.prepare(p, OpenOptions(), Recoding(), Selection())),
 }
