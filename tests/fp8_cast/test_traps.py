@@ -34,11 +34,11 @@ def test_a_name_that_is_taken(recipe: str, tmp_path: Path) -> None:
         assert f"two tensors would both be named `{NAME}{suffix}`" in error
 
 
-@pytest.mark.parametrize("scales", ["f16", "f16:pow2"])
-def test_scales_that_f16_cannot_hold(scales: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["f16", "f16:pow2"])
+def test_scales_that_f16_cannot_hold(wanted: str, tmp_path: Path) -> None:
     large = {NAME: stored("BF16", np.full((4, 32), 3e38, np.float32))}
     save_hf(tmp_path / "large", large, {"architectures": ["X"]})
-    options = ("--recipe", "channel", "--scale-dtype", scales)
+    options = ("--recipe", "channel", "--scale-dtype", wanted)
     error = refused("fp8-cast", tmp_path / "large", tmp_path / "dst", *options)
     assert f"`{NAME}` takes a scale of" in error
     assert "hint: --scale-dtype f32" in error

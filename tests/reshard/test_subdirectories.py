@@ -63,7 +63,7 @@ def done(command: str, src: Path, dst: Path, *more: object) -> Done:
     return ended
 
 
-@pytest.mark.sample("paddle", "merge", "fp8-cast", "drop-keys", "drop-keys, linked", "drop-keys, cut")
+@pytest.mark.sample("paddle", "merge", "fp8-cast", "drop-keys", "drop-keys, linked", "reshard, cut")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_belongs_to_the_model_goes_with_it(src: Path, tmp_path: Path, command: str) -> None:
     ended = done(command, src, tmp_path / "dst")

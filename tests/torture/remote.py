@@ -177,7 +177,7 @@ class Bench:
             for path in sorted((FIXTURES / name).rglob("*")):
                 if path.is_file():
                     self.store.put(f"in/{path.relative_to(FIXTURES).as_posix()}", path.read_bytes())
-        self.environment = self.store.environment()
+        self.environment = {**self.store.environment(), "CKPTTOOL_CONNECTIONS": "1"}
         self._started = 0
 
     def fresh(self, scenario: Scenario) -> None:
