@@ -300,7 +300,7 @@ def test_large_companion_stays_behind(src: Path, dst: Path) -> None:
     with (src / "dump.bin2").open("wb") as f:
         f.truncate((64 << 20) + 1)
     done = reshard(src, dst)
-    assert "dump.bin2 (67,108,865 bytes) is not carried along" in done.err
+    assert "dump.bin2 (67,108,865 bytes) is not copied: larger" in done.err
     assert not (dst / "dump.bin2").exists()
 
 
