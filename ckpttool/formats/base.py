@@ -489,7 +489,7 @@ def companions(listing: Listing, weights: Iterable[str]) -> tuple[tuple[str, ...
             continue
         size = DataFile.at(listing.path(name)).size
         if size > COMPANION_LIMIT:
-            notes.append(f"{name} ({size:,} bytes) is not carried along: larger than {COMPANION_LIMIT >> 20} MiB")
+            notes.append(f"{name} ({size:,} bytes) is not copied: larger than {COMPANION_LIMIT >> 20} MiB")
         else:
             keep.append(name)
     return tuple(keep), notes

@@ -99,7 +99,7 @@ class Gguf:
             _compare(beside, made, str(stored.root / "config.json"))
             return self.name, beside
         stored.notes.append(
-            f"there is no config.json: generated one for {made['architectures'][0]} from the file's keys"
+            f"config.json is missing: generated one for {made['architectures'][0]} from the file's keys"
         )
         if _SCALED in shapes or any(k.startswith(f"{kind}.rope.scaling.") for k in keys):
             stored.notes.append("its rotary positions are scaled: put the model's rope_scaling into config.json")

@@ -263,7 +263,7 @@ def _one_variant(listing: Listing, present: list[str], notes: list[str]) -> list
             )
         for variant, names in found.items():
             if variant != chosen:
-                notes.append(f"{names[0]}{' and others are' if names[1:] else ' is'} another variant; left out")
+                notes.append(f"{names[0]}{' and others are' if names[1:] else ' is'} another variant: skipped")
                 left |= set(names)
     return [n for n in present if n not in left]
 
@@ -316,7 +316,7 @@ def _shards(listing: Listing) -> tuple[list[str], str, dict[str, str] | None, li
         others = [k for k in sets if k != complete[0]]
         notes += [f"{len(sets[k])} shards of another set of {k[1]} are left out: it is not complete" for k in others]
         if not indexes:
-            notes.append("there is no index; built from the headers")
+            notes.append("the index is missing: built from the headers")
     elif sets and not complete:
         key = max(sets, key=lambda k: len(sets[k]))
         _refuse_gaps(listing, key, sets[key])

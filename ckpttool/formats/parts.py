@@ -129,9 +129,7 @@ class MultiPart(ABC):
             stored.companions, notes = base.companions(listing, [])
             stored.notes += notes
             stored.notes += [
-                f"{n} is not carried: it is none of the parts"
-                for n in listing.names
-                if n.endswith(WEIGHTS) or is_index(n)
+                f"{n} is not copied: it belongs to no part" for n in listing.names if n.endswith(WEIGHTS) or is_index(n)
             ]
         return stored
 

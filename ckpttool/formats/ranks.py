@@ -257,7 +257,7 @@ def _training_record(training: base.TrainingState | None) -> tuple[dict[str, Any
     record = {"groups": groups, "step": training.step, "plain": plain, "left": left}
     if len(_json(record)) > _MOST:
         return {}, ["param_groups and the state of the trainer are larger than a header holds, and are left out"]
-    notes = [f"left out, because it is not plain data: {', '.join(left)}"] if left != [*training.left] else []
+    notes = [f"skipped, not plain data: {', '.join(left)}"] if left != [*training.left] else []
     return record, notes
 
 

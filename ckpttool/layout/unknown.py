@@ -26,7 +26,9 @@ def unknown_model(
     if not config:
         hint = "put the model's config.json there, or pass --family" + (f" {either(known)}" if known else " NAME")
         return LayoutError(f"config.json is missing, and {why}", where=[*place, *shown], hint=hint + more)
-    what = f"config.json names no known model (model_type `{config.get('model_type')}`), and {why}"
+    kind = config.get("model_type")
+    said = f"names no known model (model_type `{kind}`)" if kind else "has no model_type"
+    what = f"config.json {said}, and {why}"
     if known:
         hint = f"if the model is built like those of a family with such names: --family {either(known)}"
     elif near := nearest(names):

@@ -216,7 +216,7 @@ class Several:
         beside = [*self.source.stored.companions, *(["config.json"] if (root / "config.json").is_file() else [])]
         below = files_below(root, [p.place / "config.json" for p in self.parts.all])
         if below.left:
-            notes.append(f"not carried from subdirectories: {some(list(map(str, below.left)), 8)}")
+            notes.append(f"not copied from subdirectories: {some(list(map(str, below.left)), 8)}")
         return [*out, *(_output(n, root / n) for n in (*beside, *below.carried))]
 
     def _whole(self, part: PipelinePart, notes: list[str]) -> list[Output]:
@@ -229,7 +229,7 @@ class Several:
         others = [p.place / "config.json" for p in self.parts.all if p.name != ROOT] if part.name == ROOT else []
         below = files_below(part.place, others)
         if below.left:
-            notes.append(f"not carried from subdirectories of {part.name}: {some(list(map(str, below.left)), 8)}")
+            notes.append(f"not copied from subdirectories of {part.name}: {some(list(map(str, below.left)), 8)}")
         return [
             _output(part.folder + n, part.place / n, link=self.link and n.endswith(WEIGHTS))
             for n in (*names, *below.carried)

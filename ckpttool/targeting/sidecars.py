@@ -52,11 +52,11 @@ def beside(
         made.insert(0, ("config.json", indented(config)))
     left = [p.name for p in carried if p.name in file_layout.dropped]
     if unused := [p.name for p in carried if not ours.carries(p.name)]:
-        notes.append(f"not carried, because only a trainer uses them: {some(unused, 8)}")
+        notes.append(f"not copied, only a trainer uses them: {some(unused, 8)}")
         carried = [p for p in carried if p.name not in unused]
         left = [n for n in left if n not in unused]
     if left:
-        notes.append(f"not carried, because they belong to the ranks of the source: {some(left, 8)}")
+        notes.append(f"not copied, they belong to the ranks of the source: {some(left, 8)}")
     gone = {*file_layout.dropped, *(name for name, _ in made), *(p.name for p in file_layout.copied)}
     files = [(p.name, file_now(p)) for p in (*file_layout.copied, *(p for p in carried if p.name not in gone))]
     taken = {f.name for f in file_layout.files} | {n for n, _ in made}
@@ -86,7 +86,7 @@ def carried_below(source: Checkpoint, taken: AbstractSet[str], notes: list[str])
         (" from subdirectories", [n for n in left if "/" in n]),
     ):
         if names:
-            notes.append(f"not carried{where}: {some(names, 8)}")
+            notes.append(f"not copied{where}: {some(names, 8)}")
     return carried
 
 

@@ -363,7 +363,7 @@ def test_which_file_is_the_model(src: Path) -> None:
     (src / "config.json").write_text("{}")
     done = command("inspect", src)
     assert done.code == 0, done.err
-    assert "not part of the model, and left out: training_args.bin" in done.err
+    assert "skipped, not part of the model: training_args.bin" in done.err
     put("a.bin", src / "again.pt")
     error = command("inspect", src).err
     assert "files of torch.save (again.pt, training_args.bin, weights.pt), and it is unclear which one" in error

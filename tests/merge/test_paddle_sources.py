@@ -298,7 +298,7 @@ def test_paddle_stays_paddle(sources: Sources, tmp_path: Path) -> None:
     """Names, fusions and orientation of the first source, and its writer's config; nothing of the training run."""
     done = merge(sources.at["fused"], RANKED, "-o", tmp_path / "out", "--weights", "0.75,0.25", "--verify")
     assert "master_weights, optimizer of the sources left out" in done.err
-    assert "not carried, because a merge is not a state of a training run" in done.err
+    assert "not copied, a merge is not a training run" in done.err
     found = read_folder(tmp_path / "out", "*.safetensors")
     held = read_folder(sources.at["fused"], "model-*")
     assert {n: (a.shape, a.dtype) for n, a in found.items()} == {n: (a.shape, a.dtype) for n, a in held.items()}

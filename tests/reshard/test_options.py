@@ -300,7 +300,7 @@ def test_large_companion_stays_behind(src: Path, dst: Path) -> None:
     with (src / "dump.bin2").open("wb") as f:
         f.truncate((64 << 20) + 1)
     done = reshard(src, dst)
-    assert "dump.bin2 (67,108,865 bytes) is not carried along" in done.err
+    assert "dump.bin2 (67,108,865 bytes) is not copied: larger" in done.err
     assert not (dst / "dump.bin2").exists()
 
 
@@ -331,7 +331,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        (None, "no index"),
+        (None, "the index is missing"),
         ("not json", "not usable"),
         ({"metadata": {}}, "has no weight_map"),
         ({"weight_map": {"gone": "model-00001-of-00003.safetensors"}}, "names 1 tensors that no shard holds"),
@@ -492,7 +492,7 @@ def test_family_file(tmp_path: Path, dst: Path) -> None:
     save_hf(tmp_path / "src", tensors, {"n_heads": 4})
     (tmp_path / "own.yaml").write_text(OWN, encoding="utf-8")
     own = ("--family", tmp_path / "own.yaml")
-    assert "no layout rule" in refused(tmp_path / "src", dst, "--tp-out", 4)
+    assert "config.json has no model_type" in refused(tmp_path / "src", dst, "--tp-out", 4)
     reshard(tmp_path / "src", dst, "-q", "--tp-out", 4, *own, "--verify", "--fuse")
     got = read(dst / "rank-00002-of-00004.safetensors")
     ab = np.concatenate([np.split(tensors[f"blk.1.{n}"].bits, 4)[2] for n in ("wa", "wb")])

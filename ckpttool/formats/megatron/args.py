@@ -96,7 +96,7 @@ def model_config(listing: Listing, args: Mapping[str, Any]) -> tuple[dict[str, A
     dtype = args.get("params_dtype")
     if isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _TORCH.values():
         made["torch_dtype"] = dtype.name
-    notes.append(f"there is no config.json: generated one for {kind.architecture} from Megatron's arguments")
+    notes.append(f"config.json is missing: generated one for {kind.architecture} from Megatron's arguments")
     return made, notes
 
 

@@ -329,7 +329,7 @@ class _DistReader:
             else:
                 unread.append(e.fqn)
         if extra:
-            self.notes.append(f"left out: _extra_state (FP8's scaling history), {count(extra, 'entry', 'entries')}")
+            self.notes.append(f"skipped: _extra_state (FP8's scaling history), {count(extra, 'entry', 'entries')}")
         self.left += sorted({u.partition("/")[0] for u in unread})
         return out
 
@@ -399,7 +399,7 @@ class _DistReader:
         own = [COMMON, BACKEND, *(f.place.name for f in self.files)]
         root, carried, notes = nemo.small_files(listing) or run.small_files(self.save, own)
         if self.left:
-            notes.append(f"not plain data, and left out: {some(self.left)}")
+            notes.append(f"skipped, not plain data: {some(self.left)}")
         target = self.args.get("transformer_impl")
         return base.StoredCheckpoint(
             self.name,

@@ -196,9 +196,9 @@ class _LegacyReader:
         found = optimizers.finish(naming.tensors)
         if self.extra:
             entries = count(self.extra, "entry", "entries")
-            self.notes.append(f"left out: _extra_state (FP8's scaling history), {entries}")
+            self.notes.append(f"skipped: _extra_state (FP8's scaling history), {entries}")
         if self.left:
-            self.notes.append(f"not tensors, and left out: {some(list(self.left))}")
+            self.notes.append(f"skipped, not tensors: {some(list(self.left))}")
         self.notes += run.other_iteration(self.save.listing, self.said.get("iteration"))
         if not self.args:
             self.notes.append("the save has no arguments (--no-save-args): config.json and names say the sizes")
@@ -318,7 +318,7 @@ class _LegacyReader:
         others = [str(k) for k in file.value if k not in plain and k not in _STRUCTURE and not _MODEL.fullmatch(str(k))]
         left = [printable(k, 60) for k in others if file.value.get(k)]
         if left:
-            self.notes.append(f"not plain data, and left out: {some(left)}")
+            self.notes.append(f"skipped, not plain data: {some(left)}")
         counted = plain.keys() - {"iteration", "num_floating_point_operations_so_far"}
         if not groups and not counted and not plain.get("iteration"):
             return None  # weights for everyone, as a converter writes them

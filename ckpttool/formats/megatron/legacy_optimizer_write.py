@@ -68,7 +68,7 @@ class LegacyOptimizerWriter:
         """The optimizer's part of ``model_optim_rng.pt``."""
         self.args = {"accumulate_allreduce_grads_in_fp32": self.wide, **_ONE_BUCKET}
         """Arguments of a run that loads it."""
-        self.notes = [*groups.notes, "random number generators are not carried: load with --no-load-rng"]
+        self.notes = [*groups.notes, "random number generators are not written: load with --no-load-rng"]
         self.made = False
 
     def vectors(

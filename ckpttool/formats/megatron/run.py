@@ -103,7 +103,7 @@ def small_files(save: MegatronSave, own: Iterable[str]) -> tuple[Place, tuple[st
         notes += more
         folders = [f"{n}/" for n in save.listing.folders() if n not in skip]
         if left := [f"{save.listing.root.name}/{n}" for n in (*inner, *folders)]:
-            notes.append(f"not carried, because they belong to one save: {some(left)}")
+            notes.append(f"not copied, they belong to one save: {some(left)}")
     return save.beside.root, carried, notes
 
 

@@ -103,7 +103,7 @@ class _PdparamsReader:
             else:
                 left.append(name)
         if left:
-            self.stored.notes.append(f"not tensors, and left out: {some(left)}")
+            self.stored.notes.append(f"skipped, not tensors: {some(left)}")
 
     def _file(self, file: DataFile) -> int:
         if file not in self.index:

@@ -74,7 +74,7 @@ class TorchFiles:
         single = listing.single if listing.single in names else ""
         carried, notes = ((), []) if single else base.companions(listing, names)
         if left := [n for n in listing.names if n.endswith(SUFFIXES) and n not in names and not is_trainers(n)]:
-            notes.append(f"not part of the model, and left out: {some(left)}")
+            notes.append(f"skipped, not part of the model: {some(left)}")
         config = listing.json("config.json")
         stored = base.StoredCheckpoint(self.name, listing.root, [], [], Mesh(), "", config=config, companions=carried)
         stored.known = tuple(left)

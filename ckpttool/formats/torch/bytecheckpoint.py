@@ -79,7 +79,7 @@ class ByteCheckpoint:
             save.add(component, inner)
         training = _with_extra(save.training, listing)
         if training is not None and training.left:
-            notes.append(f"not plain data, and left out: {some(training.left)}")
+            notes.append(f"skipped, not plain data: {some(training.left)}")
         carried, said = base.companions(listing, [METADATA])
         return base.StoredCheckpoint(
             self.name,
@@ -257,7 +257,7 @@ class _BytecheckpointReader:
                 self._model.append((key.name, tensor.shape))
         left = [printable(e.fqn, 60) for e in part.entries if not isinstance(e.value, DcpTensor)]
         if left:
-            self.notes.append(f"not tensors, and left out: {some(left)}")
+            self.notes.append(f"skipped, not tensors: {some(left)}")
 
     def _put(self, key: Key, fqn: str, tensor: DcpTensor, part: _ComponentDirectory) -> None:
         pieces = []
@@ -323,7 +323,7 @@ class _BytecheckpointReader:
             else:
                 left.append(printable(e.fqn, 60))
         if left:
-            self.notes.append(f"not state of a parameter, and left out: {some(left)}")
+            self.notes.append(f"skipped, not state of a parameter: {some(left)}")
         names = self._names(groups, states, part)
         if names is None:
             return

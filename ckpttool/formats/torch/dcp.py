@@ -89,7 +89,7 @@ class DistributedCheckpoint:
         found.left += sorted(broken)
         training = found.training()
         left = training.left if training else ()
-        said = [f"not plain data, and left out: {some(left)}"] if left else []
+        said = [f"skipped, not plain data: {some(left)}"] if left else []
         carried, notes = base.companions(save.listing, [])
         refused: dict[str, CkptError] = {}
         if assigned.refused:

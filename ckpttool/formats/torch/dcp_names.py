@@ -241,7 +241,7 @@ def assign(
         for fqn, t in tensors.items()
         if fqn not in keys and t.shape and not (refused and fqn in unnamed)
     ]:
-        notes.append(f"not part of the model or its state, and left out: {some(left)}")
+        notes.append(f"skipped, not part of the model or its state: {some(left)}")
     kept = {fqn: s for fqn, s in states.items() if fqn in keys}
     first = next(iter(kept.values()), None) or next(iter(unnamed.values()) if whose else iter(()), None)
     nesting = _nesting(chosen, first, entries)

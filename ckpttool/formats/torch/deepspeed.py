@@ -293,7 +293,7 @@ class _DeepspeedReader:
             what = f"state of the optimizer that is not one number for each element is left out: {some(left)}"
             self.notes.append(what)
         if objects := [n for n in training.left if n != KEY]:
-            self.notes.append(f"not plain data, and left out: {some(objects)}")
+            self.notes.append(f"skipped, not plain data: {some(objects)}")
         if KEY in training.left:
             self.plain = states.file, states.rest[KEY], states.buffers
         return training

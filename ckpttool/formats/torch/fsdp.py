@@ -84,7 +84,7 @@ class Fsdp:
                 ranks.add(file, rank, component)
         training = _with_extra(ranks.training, listing, named.get("extra", ())[:1])
         if training is not None and training.left:
-            notes.append(f"not plain data, and left out: {some(training.left)}")
+            notes.append(f"skipped, not plain data: {some(training.left)}")
         config, said = _config(listing)
         carried, more = base.companions(listing, [*(n for names in named.values() for n in names), *_OWN])
         return base.StoredCheckpoint(
@@ -394,7 +394,7 @@ class _FsdpRanks:
     def notes(self) -> list[str]:
         notes = [self._prefixes] if self._prefixes else []
         if self._left:
-            notes.append(f"not tensors, and left out: {some(list(self._left))}")
+            notes.append(f"skipped, not tensors: {some(list(self._left))}")
         notes += self._unknown
         return notes + [f"the optimizer is not read: {why.what}" for why in self.refused.values()]
 

@@ -200,7 +200,7 @@ def _trainer(listing: Listing) -> TrainingState:
 
 def left_note(left: Sequence[str]) -> list[str]:
     """A note about what a trainer keeps that is no plain data."""
-    return [f"not plain data, and left out: {some(left)}"] if left else []
+    return [f"skipped, not plain data: {some(left)}"] if left else []
 
 
 def refuse(stored: StoredCheckpoint, what: str, why: CkptError) -> None:

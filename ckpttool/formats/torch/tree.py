@@ -49,7 +49,7 @@ def select(
             where=where,
             hint="give the file that holds the weights" + (f"; --select takes {_paths(value)}" if path else ""),
         )
-    notes = [f"not tensors, and left out: {some(left)}"] if left else []
+    notes = [f"skipped, not tensors: {some(left)}"] if left else []
     if chosen not in ("", ALL) and isinstance(value, Mapping):
         beside = [printable(str(k), 40) for k in value if str(k) not in (chosen.split(".")[0], *kept)]
         notes.insert(0, f"read from `{printable(chosen)}`" + (f"; left out: {some(beside)}" if beside else ""))

@@ -121,7 +121,7 @@ class _UniversalReader:
             self.notes.append(Note("derived weights", f"model weights are master_weights rounded to {rounded}"))
         training = zero_files.training_of(states, groups, {})
         if training.left:
-            self.notes.append(f"not plain data, and left out: {some(training.left)}")
+            self.notes.append(f"skipped, not plain data: {some(training.left)}")
         return training
 
     def _file(self, torch: TorchFile) -> int:

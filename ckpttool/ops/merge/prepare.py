@@ -584,7 +584,7 @@ def _as_checkpoint(
     companions = [n for n in old.companions if n != RECORD and not (words and n in TOKENIZER_FILES)]
     run = [n for n in companions if TRAINING.fullmatch(n)]
     if run:
-        notes.append(f"not carried, because a merge is not a state of a training run: {some(run)}")
+        notes.append(f"not copied, a merge is not a training run: {some(run)}")
     kind = _kept(donor.checkpoint) or (donor.checkpoint.dialect.whole_format if form else "hf")
     stored = StoredCheckpoint(
         kind,
