@@ -46,7 +46,7 @@ def _summary(prepared: Prepared) -> str:
     if recoded.dequantized:
         parts.append(f"{count(recoded.dequantized, 'weight')} dequantized to {recoded.dtype}")
     before, after = sum(f.size for f in prepared.source.catalog.files), prepared.plan.bytes_written
-    lines = [f"{', '.join(parts)}: {short(before)} -> {short(after)}"]
+    lines = [f"{', '.join(parts)}; files: {short(before)} -> {short(after)}"]
     return "\n".join(lines + ([kept_words(recoded.kept)] if recoded.kept else []))
 
 

@@ -175,7 +175,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert plan["tensor_bytes"] == sum(r.bits.nbytes for r in read_all(tmp_path / "dst").values())
     assert plan["source_bytes"] == (source / "model.safetensors").stat().st_size
     text = cast(source, tmp_path / "x", "--recipe", "nvfp4", "--dry-run")
-    assert "7 weights quantized (nvfp4, F8_E4M3 scales): " in text.err
+    assert "7 weights quantized (nvfp4, F8_E4M3 scales); files: " in text.err
 
 
 @pytest.mark.product(one_in=2)

@@ -60,7 +60,7 @@ def test_it_is_said(
     changes(monkeypatch, lambda: change(model))
     done = ckpttool("inspect", model, *question)
     assert (done.code, done.out) == (1, "")
-    assert "error: a source changed while it was read" in done.err
+    assert "error: a source has changed while it was read" in done.err
 
 
 def test_what_lies_beside_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

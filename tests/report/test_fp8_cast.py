@@ -15,7 +15,7 @@ def test_the_summary_counts_weights_bytes_and_what_was_kept(tmp_path: Path) -> N
     before = sum(f.stat().st_size for f in TINY.glob("*.safetensors")) / 1000
     after = sum(f.stat().st_size for f in (tmp_path / "dst").iterdir()) / 1000
     quantized, kept, *_ = done.err.splitlines()
-    assert quantized == f"12 weights quantized (channel, BF16 scales): {before:.2f} kB -> {after:.2f} kB"
+    assert quantized == f"12 weights quantized (channel, BF16 scales); files: {before:.2f} kB -> {after:.2f} kB"
     assert kept == "9 tensors kept in high precision: 5 vectors, 2 by preset, 2 by --keep"
 
 
