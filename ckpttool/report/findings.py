@@ -17,7 +17,7 @@ from urllib.parse import quote
 from ckpttool.answers.findings import ERROR, INFO, WARNING, file_of, folded
 from ckpttool.core.words import count, one_of
 from ckpttool.errors import UsageError, plain
-from ckpttool.report.explained import explanations
+from ckpttool.report.explained import PAGES, explanations
 from ckpttool.report.files import refuse_others, save
 from ckpttool.report.text import write
 from ckpttool.version import __version__
@@ -114,11 +114,11 @@ def sarif(result: CheckResult) -> str:
 
 def _help(id_: str, site: str) -> dict[str, Any]:
     """What ``ckpttool explain`` says of a finding, and the page of the documentation that says it."""
-    where, said = next(iter(explanations(id_).items()))
+    table, said = next(iter(explanations(id_).items()))
     meaning, remedy = said["meaning"], said.get("what to do", "")
     plain_text = f"{meaning}. What to do: {remedy}." if remedy else f"{meaning}."
     markdown = f"{meaning}.\n\n**What to do:** {remedy}." if remedy else f"{meaning}."
-    page = where.removeprefix("docs/").removesuffix(".md")
+    page = PAGES[table].removeprefix("docs/").removesuffix(".md")
     return {
         "fullDescription": {"text": meaning},
         "help": {"text": plain_text, "markdown": markdown},

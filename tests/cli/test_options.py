@@ -22,6 +22,7 @@ OF_THEIR_OWN = {
     "--dtype": {"inspect"},
     "--max-shard-size": {"convert-json"},
     "--findings": {"check"},
+    "--headers-only": {"diff"},
     "--html": {"check", "diff"},
     "--memory": {"convert-json"},
     "--output": {"convert-json", "merge"},

@@ -603,4 +603,4 @@ def test_gpus(llama: Path, name: str, mib: int) -> None:
 
 def test_a_gpu_that_is_not_known(llama: Path) -> None:
     assert "mi300x" in refused(llama, "--gpu", "h1000")
-    assert "--gpu 80GB" in refused(llama, "--gpu", "80")  # not 80 bytes
+    assert "write 80GB or 80GiB" in refused(llama, "--gpu", "80")  # not 80 bytes

@@ -70,7 +70,7 @@ def test_sarif_explains_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = json.loads(sarif(every))["runs"][0]["tool"]["driver"]
     uris = {r["id"]: r["helpUri"] for r in driver["rules"]}
     assert driver["informationUri"] == "https://example.org/docs"
-    assert uris["truncated"] == "https://example.org/docs/inspect/findings.html"
+    assert uris["truncated"] == "https://example.org/docs/findings.html"
     assert uris["params-count"] == "https://example.org/docs/convert-json/findings.html"
 
 

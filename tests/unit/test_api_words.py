@@ -141,7 +141,7 @@ def test_arguments_have_their_names() -> None:
         ("open", "--split PATTERN=AXIS", "split=PATTERN=AXIS"),
         ("size", "--quant-method has no effect", "`quant_method` has no effect"),
         ("fp8_cast", "drop --quant-method", "drop `method`"),
-        ("report", "--check --values reads them", "check=True values=True reads them"),
+        ("report", "--check --values reads them", "check=True `values` reads them"),
         ("size", "--no-mtp leaves them out", "mtp=False leaves them out"),
     ],
 )

@@ -19,11 +19,9 @@ from ckpttool.report.text import width
 _HERE = Path(__file__).parent
 CLASSES = ("usage", "corrupt", "incomplete", "conflict", "layout", "unsupported", "access", "output", "verify")
 """Of errors, as ``--json`` calls them: each has a page."""
-PAGES = {
-    **dict.fromkeys(CLASSES, "docs/errors.md"),
-    "findings": "docs/findings.md",
-    "findings-of-programs": "docs/findings.md",
-}
+FINDINGS = ("findings", "findings-of-programs")
+"""Tables with a row for each finding."""
+PAGES = {**dict.fromkeys(CLASSES, "docs/errors.md"), **dict.fromkeys(FINDINGS, "docs/findings.md")}
 """The page of docs/ that has each as a section; links are relative to docs/."""
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _WORDS = ("severity", "meaning", "what to do")
@@ -55,7 +53,7 @@ def explain(name: str, columns: int = 0) -> str:
         return plain_text(page(wanted), columns)
     if wanted == "methods":
         return _methods(columns)
-    found = [_rows(said, _entry(wanted, where), columns) for where, said in explanations(wanted).items()]
+    found = [_rows(said, _entry(wanted, table), columns) for table, said in explanations(wanted).items()]
     if found:
         return "\n".join(found)
     from ckpttool.kernels.merge import METHODS  # with numpy
@@ -82,15 +80,15 @@ def listed(columns: int = 0) -> str:
 
 
 def explanations(finding: str) -> dict[str, dict[str, str]]:
-    """By page of docs/, what its table says of a finding: severity, meaning, and mostly what to do; {} for none."""
-    pages = {PAGES[name]: _cells(name).get(finding) for name in ("findings", "findings-of-programs")}
+    """By table, what it says of a finding: severity, meaning, and mostly what to do; {} for none."""
+    tables = {name: _cells(name).get(finding) for name in FINDINGS}
     return {
-        where: {title: cells[title] for title in _WORDS if title in cells} for where, cells in pages.items() if cells
+        name: {title: cells[title] for title in _WORDS if title in cells} for name, cells in tables.items() if cells
     }
 
 
-def _entry(finding: str, where: str) -> str:
-    return f"{finding}: a finding{' of Paddle programs' if where == PAGES['findings-of-programs'] else ''}"
+def _entry(finding: str, table: str) -> str:
+    return f"{finding}: a finding{' of Paddle programs' if table == FINDINGS[1] else ''}"
 
 
 def _cells(name: str) -> dict[str, dict[str, str]]:
