@@ -168,7 +168,7 @@ _VARIES = (
     (r'("(?:seconds|plan|write|verify|bytes_per_second|peak_memory_estimate|peak_buffers)": )\d[\d.e-]*', r"\1*"),
     (r'("write_policy": )"\w+"', r'\1"*"'),
     (r"(?m)\S+ [kMGT]?B at most, of", "* at most, of"),
-    (r", \S+ [kMGT]?B free", ", * free"),
+    (r", \S+ [kMGT]?B free\b", ", * free"),
     (r'("free": )\d+', r"\1*"),
     (r"at most \S+ [kMGT]?B of buffers", "at most * of buffers"),
     (r"writes: \w+", "writes: *"),
