@@ -17,4 +17,4 @@ run() {
 run ckpttool reshard fixtures/llama_tp8 "$out/tp2" --tp-out 2 --verify
 run ckpttool inspect "$out/tp2"
 run ckpttool reshard "$out/tp2" "$out/hf" --to hf --verify
-run ckpttool inspect fixtures/llama_tp8 --diff "$out/hf" --values
+run ckpttool diff fixtures/llama_tp8 "$out/hf"

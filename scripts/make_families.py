@@ -10,7 +10,7 @@ needs the peers' environment. A model type gets a file if all of this holds; els
 - no family that is written by hand cuts the same tensors in the same way.
 
 The file of a model type that is refused is taken away. scripts/family_tensors.py adds the section ``tensors:``, for
-``fp8-size`` of a config.json, to models that no family written by hand is for; if what it finds declares exactly what
+``size`` of a config.json, to models that no family written by hand is for; if what it finds declares exactly what
 transformers makes of random configs. The sections ``cache:`` and ``slices:``, which stand last, are written by hand,
 and kept.
 """

@@ -794,9 +794,9 @@ def test_writers_load_neither_torch_nor_what_reaches_other_machines(tmp_path: Pa
         ["reshard", "src", "dst1", "--tp-out", "2"],
         ["merge", "ft1", "ft2", "-o", "dst2", *ties],
         ["drop-keys", "ft1", "dst3", "lm_head.weight"],
-        ["fp8-cast", "ft1", "dst4", "--recipe", "nvfp4"],
-        ["fp8-cast", "dst4", "dst5", "--to", "bf16"],
-        ["fp8-size", "dst4", "--tp-out", "2"],
+        ["quantize", "ft1", "dst4", "--recipe", "nvfp4"],
+        ["quantize", "dst4", "dst5", "--to", "bf16"],
+        ["size", "dst4", "--tp-out", "2"],
     ]
     # Seen from the inside (what is loaded after the run) and from the effect (there is an output).
     assert loaded_by(HEAVY_FOR_RESHARD, runs, tmp_path) == [(arguments, 0, []) for arguments in runs]

@@ -31,7 +31,7 @@ def jobs(setting: Setting) -> list[Job]:
     out = []
     for name, source, args, script in some:
         path = work / source
-        programs = [Program(OURS, (TOOL, "fp8-cast", str(path), OUT, *args, "-q")), copy_of(path)]
+        programs = [Program(OURS, (TOOL, "quantize", str(path), OUT, *args, "-q")), copy_of(path)]
         if script and setting.torch:
             command = (PYTHON, SCRIPT, script, str(path), OUT)
             programs += [Program("torch script", command), Program("torch script, 128 rows", (*command, "--panels"))]
@@ -49,7 +49,7 @@ def _prepare(work: Path, source: str, count: int) -> None:
     if source == "fp8":
         with made(work / "fp8") as missing:
             if missing:
-                subprocess.run([TOOL, "fp8-cast", str(work / "bf16"), str(work / "fp8"), "-q", "--force"], check=True)
+                subprocess.run([TOOL, "quantize", str(work / "bf16"), str(work / "fp8"), "-q", "--force"], check=True)
 
 
 def _write(folder: Path, count: int) -> None:

@@ -470,7 +470,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return Resharding(plan_parts(self._reading(), wanted, selection, recoding))
 
     @public
-    def fp8_cast(
+    def quantize(
         self,
         recipe: str = "block",
         *,
@@ -483,7 +483,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         preset: str = "hf-default",
         max_shard_size: int | str | None = None,
     ) -> Resharding:
-        """Plan what ``ckpttool fp8-cast`` does: a Hugging Face checkpoint in another precision.
+        """Plan what ``ckpttool quantize`` does: a Hugging Face checkpoint in another precision.
 
         Args:
             recipe: tensor, channel, block, mxfp8, nvfp4 or mxfp4.

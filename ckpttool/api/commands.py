@@ -21,13 +21,13 @@ from ckpttool.execute import Progress
 from ckpttool.execute.machines.each import machines
 from ckpttool.formats.base import OpenOptions, ReadOptions
 from ckpttool.ops.convert_json.convert import from_safetensors, to_safetensors
-from ckpttool.ops.fp8_size.answer import Question, answer
-from ckpttool.ops.fp8_size.devices import Device
-from ckpttool.ops.fp8_size.devices import gpu as named_gpu
-from ckpttool.ops.fp8_size.stored import WantedRecipe
 from ckpttool.ops.inspect.check import check as look
 from ckpttool.ops.inspect.diff import DiffResult
 from ckpttool.ops.merge import MergeOptions, prepare, prepare_one
+from ckpttool.ops.size.answer import Question, answer
+from ckpttool.ops.size.devices import Device
+from ckpttool.ops.size.devices import gpu as named_gpu
+from ckpttool.ops.size.stored import WantedRecipe
 from ckpttool.recipe.flags import asked
 from ckpttool.storage.place import parse_place
 from ckpttool.targeting.recode import Recoding, high

@@ -12,7 +12,7 @@ from ckpttool.api.show import frame, table
 from ckpttool.core.files import Place
 from ckpttool.core.words import count, ranges, short
 from ckpttool.errors import UsageError
-from ckpttool.ops.fp8_size.answer import SizeReport
+from ckpttool.ops.size.answer import SizeReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ def quantize(
     shown: options.OutputFlags,
 ) -> None:
     """Quantize weights to FP8, MXFP4 or NVFP4; with --to, dequantize them."""
-    from ckpttool.ops.fp8_cast import prepare
+    from ckpttool.ops.quantize import prepare
     from ckpttool.ops.reshard import execute
     from ckpttool.quant.keep import Keep
     from ckpttool.quant.scheme import scheme
-    from ckpttool.report import fp8_cast as report
+    from ckpttool.report import quantize as report
     from ckpttool.report.render import show
     from ckpttool.targeting.recode import Recoding
     from ckpttool.targeting.select import Selection

@@ -14,7 +14,7 @@ from ckpttool.cli.values import powers_of_two, sides
 from ckpttool.core.words import either, one_of, parse_count
 
 if TYPE_CHECKING:
-    from ckpttool.ops.fp8_size.devices import Device
+    from ckpttool.ops.size.devices import Device
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SizeOptions(options.QuantOptions):
 
 def _device(text: str) -> Device | None:
     """A GPU by name, or the memory of any other."""
-    from ckpttool.ops.fp8_size.devices import device
+    from ckpttool.ops.size.devices import device
 
     return device(text) if text else None
 
@@ -99,10 +99,10 @@ def size(
     shown: options.OutputFlags,
 ) -> None:
     """Estimate disk and GPU memory from a checkpoint or a config.json; with --gpu, does it fit?"""
-    from ckpttool.ops.fp8_size import Question, answer
-    from ckpttool.ops.fp8_size.answer import BY
-    from ckpttool.ops.fp8_size.stored import WantedRecipe
-    from ckpttool.report import fp8_size as report
+    from ckpttool.ops.size import Question, answer
+    from ckpttool.ops.size.answer import BY
+    from ckpttool.ops.size.stored import WantedRecipe
+    from ckpttool.report import size as report
     from ckpttool.report.render import show
 
     opened = source.open_options()

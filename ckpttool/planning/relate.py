@@ -513,7 +513,7 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, axes: _Axes) -> Tens
             if view.dtype not in _FLOATS:
                 raise UnsupportedError(
                     f"`{name}` is {view.dtype}: rows of quantized weights are not put into another order",
-                    hint="dequantize it first: ckpttool fp8-cast SRC DST --to bf16",
+                    hint="dequantize it first: ckpttool quantize SRC DST --to bf16",
                 )
             if heads is None:
                 raise LayoutError(

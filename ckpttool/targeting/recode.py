@@ -3,7 +3,7 @@
     checkpoint -> which tensors are codes and scales -> what becomes of each weight -> a checkpoint whose changed
     tensors are in no file yet, and the steps that make them
 
-``fp8-cast``, ``reshard --dequant`` and ``--requant`` and ``merge --dequant`` all plan it here; the result is planned
+``quantize``, ``reshard --dequant`` and ``--requant`` and ``merge --dequant`` all plan it here; the result is planned
 further as any other checkpoint.
 """
 

@@ -103,7 +103,7 @@ def test_every_page(site: Path, page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "place"), [("zero_to_fp32", "coming-from.html"), ("KV cache", "fp8-size"), ("dare_ties", "merge/")]
+    ("words", "place"), [("zero_to_fp32", "coming-from.html"), ("KV cache", "size"), ("dare_ties", "merge/")]
 )
 def test_search(site: Path, page: Page, words: str, place: str) -> None:
     page.goto((site / "index.html").as_uri(), wait_until="load")

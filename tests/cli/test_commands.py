@@ -30,11 +30,11 @@ SAME: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     ),
     "check of a rank": (("check", LLAMA, "--tp", 4), ("inspect", LLAMA, "--check", "--tp", 4)),
     "findings": (("check", LLAMA, "--findings", "sarif"), ("inspect", LLAMA, "--check", "--findings", "sarif")),
-    "size": (("size", LLAMA, "--json"), ("fp8-size", LLAMA, "--json")),
-    "quantize": (("quantize", ONE, "dst", "-n", "--json"), ("fp8-cast", ONE, "dst", "-n", "--json")),
-    "an option that is missing": (("size", LLAMA, "--nope"), ("fp8-size", LLAMA, "--nope")),
+    "size": (("size", LLAMA, "--json"), ("size", LLAMA, "--json")),
+    "quantize": (("quantize", ONE, "dst", "-n", "--json"), ("quantize", ONE, "dst", "-n", "--json")),
+    "an option that is missing": (("size", LLAMA, "--nope"), ("size", LLAMA, "--nope")),
     "help": (("help", "reshard"), ("reshard", "--help")),
-    "help of a former name": (("help", "size"), ("help", "fp8-size")),
+    "help of a former name": (("help", "size"), ("help", "size")),
     "help of several": (("help", "diff", "check"), ("help", "diff", "check")),
     "help of all": (("help",), ("--help",)),
 }
@@ -66,9 +66,9 @@ def test_former_names_are_not_listed() -> None:
     out = ckpttool("--help").out
     assert "fp8-" not in out
     assert "quantize" in out
-    assert "fp8-size" not in ckpttool("fp8-size", "--help").out
+    assert "size" not in ckpttool("size", "--help").out
 
 
 def test_json_of_a_former_name() -> None:
     """Programs that read it go on reading it."""
-    assert json.loads(ckpttool("size", LLAMA, "--json").out)["schema"] == "ckpttool.fp8-size/1"
+    assert json.loads(ckpttool("size", LLAMA, "--json").out)["schema"] == "ckpttool.size/1"

@@ -136,11 +136,11 @@ def test_choices_are_those_of_the_code() -> None:
     from ckpttool.execute import fleets
     from ckpttool.formats.registry import READERS, WRITERS
     from ckpttool.kernels.merge import METHODS
-    from ckpttool.ops.fp8_size import cache, stored
-    from ckpttool.ops.fp8_size.answer import BY
-    from ckpttool.ops.fp8_size.devices import GPUS
+    from ckpttool.ops.size import cache, stored
+    from ckpttool.ops.size.answer import BY
+    from ckpttool.ops.size.devices import GPUS
     from ckpttool.quant import keep, scheme
-    from ckpttool.report.fp8_size import UNITS
+    from ckpttool.report.size import UNITS
     from ckpttool.targeting.recode import HIGH
 
     assert tuple(WRITERS) == choices.FORMATS

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "reshard": ("reshard", FT1, "dst", "--to", "vllm"),
     "merge": ("merge", FT1, FT2, "-o", "dst"),
     "drop-keys": ("drop-keys", FT1, "dst", "*.0.*"),
-    "fp8-cast": ("fp8-cast", FT1, "dst", "--recipe", "channel"),
+    "quantize": ("quantize", FT1, "dst", "--recipe", "channel"),
     "convert-json": ("convert-json", PROGRAM, "dst.safetensors"),
 }
 RUNS = [import_module(f"ckpttool.ops.{name}") for name in ("reshard", "merge.prepare", "convert_json.convert")]
@@ -209,8 +209,8 @@ def test_the_api_refuses(how: dict[str, Any], said: str, runs: Runs) -> None:
     assert not runs.asked
 
 
-@pytest.mark.sample("fp8-cast")
-@pytest.mark.parametrize("command", ["reshard", "merge", "fp8-cast"])
+@pytest.mark.sample("quantize")
+@pytest.mark.parametrize("command", ["reshard", "merge", "quantize"])
 def test_dry_runs_show_the_share(command: str, runs: Runs) -> None:
     """What all parts write together is what one writes that does all."""
 

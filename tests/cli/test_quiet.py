@@ -26,7 +26,7 @@ SILENT: dict[str, tuple[object, ...]] = {
     "reshard": ("reshard", LLAMA, "dst", "--tp-out", 2, "--verify"),
     "merge": ("merge", FT1, FT2, "-o", "dst", "--verify"),
     "drop-keys": ("drop-keys", "two.safetensors", "dst", "b"),
-    "fp8-cast": ("fp8-cast", FT1, "dst", "--recipe", "channel", "--verify"),
+    "quantize": ("quantize", FT1, "dst", "--recipe", "channel", "--verify"),
     "convert-json": ("convert-json", PROGRAM, "dst.safetensors"),
     "check": ("inspect", FT1, "--check"),
     "check of a program": ("convert-json", PROGRAM, "--check"),
@@ -43,7 +43,7 @@ def test_nothing_is_printed_when_all_is_well(case: str) -> None:
     [
         (("reshard", LLAMA, "dst", "--tp-out", 2), ["file", "bytes", "kind", "ranks"]),
         (("merge", FT1, FT2, "-o", "dst"), ["file", "bytes", "kind", "ranks"]),
-        (("fp8-cast", FT1, "dst"), ["file", "bytes", "kind", "ranks"]),
+        (("quantize", FT1, "dst"), ["file", "bytes", "kind", "ranks"]),
         (("drop-keys", "two.safetensors", "dst", "b"), ["tensor", "dtype", "shape", "bytes"]),
         (("convert-json", PROGRAM, "dst.safetensors"), ["tensor", "parameter", "dtype", "shape", "bytes"]),
     ],
@@ -75,9 +75,9 @@ def test_findings_of_a_check_stay() -> None:
 
 
 def test_the_size_is_its_verdict() -> None:
-    done = ckpttool("fp8-size", FT1, "--recipe", "channel", "--gpu", "80GB", "-q")
+    done = ckpttool("size", FT1, "--recipe", "channel", "--gpu", "80GB", "-q")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("fits")
-    total = ckpttool("fp8-size", FT1, "-q").out
+    total = ckpttool("size", FT1, "-q").out
     assert total.startswith(f"{FT1}: ")
     assert "class" not in total

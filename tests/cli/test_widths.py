@@ -23,17 +23,17 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "merge": ("merge", FT1, FT2, "-o", "a_directory_with_quite_a_long_name", "--weights", "1,2", "--verify"),
     "drop-keys": ("drop-keys", MOE, "a_directory_with_quite_a_long_name", "*.q_a_proj.*"),
     "plan of drop-keys": ("drop-keys", MOE, "dst", "*.q_a_proj.*", "-n"),
-    "fp8-cast": ("fp8-cast", FT1, "a_directory_with_quite_a_long_name", "--recipe", "channel"),
-    "plan of fp8-cast": ("fp8-cast", FT1, "dst", "--recipe", "channel", "-n"),
+    "quantize": ("quantize", FT1, "a_directory_with_quite_a_long_name", "--recipe", "channel"),
+    "plan of quantize": ("quantize", FT1, "dst", "--recipe", "channel", "-n"),
     "convert-json": ("convert-json", PROGRAM, "a_directory_with_quite_a_long_name"),
     "plan of convert-json": ("convert-json", PROGRAM, "dst", "-n"),
     "explain": ("explain", "verify"),
     "a finding": ("explain", "padding"),
     "findings": ("explain",),
     "methods": ("merge", "--list-methods"),
-    **{f"size by {by}": ("fp8-size", MOE, "--by", by, "--tp-out", 2) for by in ("class", "dtype", "module", "tensor")},
-    "size in training": ("fp8-size", MOE, "--train", "--dp", 4, "--zero", 3, "--tp-out", 2, "--recipe", "bf16"),
-    "size with a cache": ("fp8-size", LLAMA, "--kv", "bf16", "--tokens", "32k", "--gpu", "h100", "--recipe", "bf16"),
+    **{f"size by {by}": ("size", MOE, "--by", by, "--tp-out", 2) for by in ("class", "dtype", "module", "tensor")},
+    "size in training": ("size", MOE, "--train", "--dp", 4, "--zero", 3, "--tp-out", 2, "--recipe", "bf16"),
+    "size with a cache": ("size", LLAMA, "--kv", "bf16", "--tokens", "32k", "--gpu", "h100", "--recipe", "bf16"),
 }
 
 

@@ -115,9 +115,9 @@ CASTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("case", CASTS)
-def test_fp8_cast(case: str, ray_fleet: LastingFleet, tmp_path: Path) -> None:
+def test_quantize(case: str, ray_fleet: LastingFleet, tmp_path: Path) -> None:
     source, *options = CASTS[case]
-    same(ray_fleet, tmp_path, "fp8-cast", FIXTURES / source, "{}", *options)
+    same(ray_fleet, tmp_path, "quantize", FIXTURES / source, "{}", *options)
 
 
 @pytest.mark.parametrize("options", [[], ["--link"], ["--verify", "--manifest"]], ids=["plain", "link", "verify"])

@@ -106,11 +106,11 @@ def _warm() -> None:
     """Import what commands import when they run, and make what they make once: the options, the table of families."""
     import ckpttool.ops.convert_json
     import ckpttool.ops.drop_keys
-    import ckpttool.ops.fp8_cast
-    import ckpttool.ops.fp8_size
     import ckpttool.ops.inspect.views.registry
     import ckpttool.ops.merge
+    import ckpttool.ops.quantize
     import ckpttool.ops.reshard
+    import ckpttool.ops.size
     import ckpttool.report  # noqa: F401
     from ckpttool.cli.app import main
 

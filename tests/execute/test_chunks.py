@@ -99,12 +99,12 @@ FORMATS = {
     "hybrid": ("reshard", "--to", "hybrid"),
     "vllm": ("reshard", "--to", "vllm", "--tp-out", "2"),
     "cast": ("reshard", "--to", "hf", "--dtype", "f32"),
-    "fp8-cast": ("fp8-cast",),
+    "quantize": ("quantize",),
     "drop-keys": ("drop-keys", "lm_head.weight"),
 }
 
 
-@pytest.mark.sample("fp8-cast-True", "megatron-dist-False")
+@pytest.mark.sample("quantize-True", "megatron-dist-False")
 @pytest.mark.parametrize("manifest", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, manifest: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -189,13 +189,13 @@ COMMANDS = {
     "megatron-dist": ("reshard", LLAMA, "DST", "--to", "megatron-dist"),
     "unified": ("reshard", LLAMA, "DST", "--to", "unified"),
     "cast": ("reshard", LLAMA, "DST", "--to", "hf", "--dtype", "f32"),
-    "fp8-cast": ("fp8-cast", LLAMA, "DST", "--manifest"),
+    "quantize": ("quantize", LLAMA, "DST", "--manifest"),
     "merge": ("merge", MODELS / "ft1", MODELS / "ft2", "-o", "DST", "--weights", "0.6,0.4", *RANDOM),
     "drop-keys": ("drop-keys", LLAMA, "DST", "lm_head.weight"),
 }
 
 
-@pytest.mark.sample("tp2", "torch-bin", "fp8-cast")
+@pytest.mark.sample("tp2", "torch-bin", "quantize")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What commands write, with nodes that are lost, repeat and come back."""

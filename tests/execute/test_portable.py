@@ -34,7 +34,7 @@ COMMANDS = {
     "reshard": "reshard {f}/llama_tp8 {o}/dst --tp-out 2 --verify --manifest",
     "merge": "merge {f}/merge/inputs/ft1 {f}/merge/inputs/ft2 --base {f}/merge/inputs/base --method ties"
     " --weights 0.6,0.4 --param density=0.5 -o {o}/dst --verify",
-    "fp8-cast": "fp8-cast {f}/hf_tiny_source {o}/dst --recipe channel --verify",
+    "quantize": "quantize {f}/hf_tiny_source {o}/dst --recipe channel --verify",
     "drop-keys": "drop-keys {f}/hf_tiny_source {o}/dst lm_head.weight --link",
 }
 

@@ -246,7 +246,7 @@ COMMANDS = {
     "vllm": ("reshard", "{}", "--to", "vllm", "--tp-out", "2", "--verify"),
     "torch-bin": ("reshard", "{}", "--to", "torch-bin", "--verify"),
     "drop-keys": ("drop-keys", "{}", "lm_head.weight"),
-    "fp8-cast": ("fp8-cast", "{}", "--manifest", "--workers", "1"),
+    "quantize": ("quantize", "{}", "--manifest", "--workers", "1"),
 }
 
 

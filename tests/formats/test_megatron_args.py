@@ -112,7 +112,7 @@ OWN = {
 
 def configs() -> dict[str, dict[str, Any]]:
     """Published ones of the repository's tests, and those above."""
-    files = [TESTS / "fp8_size/data/configs.json", TESTS / "layout/data/shapes/published.json"]
+    files = [TESTS / "size/data/configs.json", TESTS / "layout/data/shapes/published.json"]
     out = {n: v.get("config", v) for f in files for n, v in json.loads(f.read_text(encoding="utf-8")).items()}
     known = {n: c for n, c in out.items() if kind_named(c.get("model_type", ""))}
     for name in ("DeepSeek-V2", "DeepSeek-V2-Lite"):

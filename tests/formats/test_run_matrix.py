@@ -310,6 +310,6 @@ def test_a_file_of_torch(form: str, where: str, tmp_path: Path) -> None:
 
 
 def test_quantized_weights_are_no_run(tmp_path: Path) -> None:
-    done = ckpttool("fp8-cast", put_down("sgd", tmp_path / "src"), tmp_path / "out")
+    done = ckpttool("quantize", put_down("sgd", tmp_path / "src"), tmp_path / "out")
     assert done.code == 0, done.err
     assert all(named(word, done.err) for word in ("param_groups", *PLAIN))

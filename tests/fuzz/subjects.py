@@ -122,7 +122,7 @@ def checkpoints() -> list[Subject]:
             copied("merge/inputs/tokA"),
             {"model.safetensors": "safetensors", "config.json": "json"},
             naive=whole,
-            commands=(CHECK, DRY, ("fp8-size", "{src}", "--tp-out", "2")),
+            commands=(CHECK, DRY, ("size", "{src}", "--tp-out", "2")),
         ),
         Subject(
             "hf sharded",
@@ -267,9 +267,9 @@ def checkpoints() -> list[Subject]:
                 naive=whole,
                 commands=(
                     CHECK,
-                    ("fp8-size", "{src}"),
-                    ("fp8-cast", "{src}", "{out}", "--to", "bf16", "-n"),
-                    ("fp8-cast", "{src}", "{out}", "--to", "bf16", "--workers", "1", "-q"),
+                    ("size", "{src}"),
+                    ("quantize", "{src}", "{out}", "--to", "bf16", "-n"),
+                    ("quantize", "{src}", "{out}", "--to", "bf16", "--workers", "1", "-q"),
                 ),
                 readable=(),
             )
@@ -413,7 +413,7 @@ def others() -> list[Subject]:
             "config alone",
             _sizes,
             {"config.json": "json"},
-            commands=(("fp8-size", "{src}/config.json", "--tp-out", "2", "--kv", "fp8", "--tokens", "128"),),
+            commands=(("size", "{src}/config.json", "--tp-out", "2", "--kv", "fp8", "--tokens", "128"),),
             opened=False,
         ),
         Subject(

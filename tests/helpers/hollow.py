@@ -14,9 +14,9 @@ from ckpttool.core.dtypes import nbytes
 from ckpttool.core.plan import Plan
 from ckpttool.layout.family import find_family, load_family
 from ckpttool.layout.shapes import declared_tensors
-from ckpttool.ops.fp8_size.model import load
-from ckpttool.ops.fp8_size.stored import WantedRecipe, apply
 from ckpttool.ops.reshard import prepare
+from ckpttool.ops.size.model import load
+from ckpttool.ops.size.stored import WantedRecipe, apply
 from ckpttool.targeting.target import Target
 from tests.convert_json import programs
 from tests.convert_json.programs import dumped, operator, parameter, record
@@ -28,7 +28,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "a
 """What config.json of DeepSeek's models says of their weights."""
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent.parent / "fp8_size" / "data" / "configs.json").read_text()
+    (Path(__file__).parent.parent / "size" / "data" / "configs.json").read_text()
 )
 """Public models by name."""
 

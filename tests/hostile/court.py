@@ -45,8 +45,8 @@ COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
     "ranks": lambda src, dst: ["reshard", src, dst, "--to", "ranks", "--tp-out", 2, "--split", "*=none"],
     "drop": lambda src, dst: ["drop-keys", src, dst, "a*"],
     "merge": lambda src, dst: ["merge", src, "-o", dst],
-    "cast": lambda src, dst: ["fp8-cast", src, dst],
-    "size": lambda src, dst: ["fp8-size", src],
+    "cast": lambda src, dst: ["quantize", src, dst],
+    "size": lambda src, dst: ["size", src],
     "index": lambda src, dst: ["convert-json", src, "--index", "--dry-run"],
     "convert": lambda src, dst: ["convert-json", src, dst],
 }

@@ -95,7 +95,7 @@ def test_configs(tmp_path: Path, case: str) -> None:
     for options in (("--tp-out", 2), ("--tp-out", 2, "--pp-out", 2), ("--to", "vllm", "--tp-out", 2)):
         if EVERYTHING:
             court.run("reshard", court.src, court.dst, *options)
-    court.run("fp8-size", court.src / "config.json")
+    court.run("size", court.src / "config.json")
 
 
 def test_a_deep_config_does_not_grow(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for words in (("reshard", court.src, court.dst, "--tp-out", 2), ("inspect", court.src, "--check")):
         done = court.run(*words)
         assert "config.json is too large: it has more than" in done.out + done.err
-    assert "the config is too large" in court.run("fp8-size", court.src / "config.json").err
+    assert "the config is too large" in court.run("size", court.src / "config.json").err
     monkeypatch.setattr(_json, "MAX_CONFIG", len(json.dumps(LLAMA.config)))
     assert court.run("reshard", court.src, court.dst, "--tp-out", 2).code == 0
 
@@ -342,8 +342,8 @@ def test_patterns(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) ->
     if case != "repetition of repetitions":  # not bounded while rules are placed: only a user writes these
         court.run("reshard", court.src, court.dst, "--tp-out", 2, "--split", f"{pattern}=none")
         court.run("reshard", court.src, court.dst, "--tp-out", 2, "--split", f"{pattern}=0")
-    court.run("fp8-cast", court.src, court.dst, "--keep", pattern)
-    court.run("fp8-size", court.src, "--keep", pattern)
+    court.run("quantize", court.src, court.dst, "--keep", pattern)
+    court.run("size", court.src, "--keep", pattern)
 
 
 def test_a_pattern_has_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def test_a_config_with_an_explosive_pattern(tmp_path: Path, monkeypatch: pytest.
     court = Court(tmp_path)
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [EXPLOSIVE]}
     save_hf(court.src, LLAMA.tensors(), {**LLAMA.config, "quantization_config": quant})
-    done = court.run("fp8-size", court.src / "config.json")
+    done = court.run("size", court.src / "config.json")
     assert done.code == 2
     assert "takes more than 0.05 s" in done.err
     for _ in court.try_all(COMMANDS if EVERYTHING else ("size",)):

@@ -103,14 +103,14 @@ def test_a_hub_cache_without_safetensors(tmp_path: Path) -> None:
     (snapshot / "config.json").symlink_to("../../blobs/c")
     for path in (snapshot / "model.json", snapshot / "model.pdiparams"):
         path.unlink()
-    assert court.run("fp8-size", snapshot).code == 0
+    assert court.run("size", snapshot).code == 0
 
     (blobs / "c").unlink()
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(court.stranger)
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("../../blobs/id_rsa")
-    done = court.run("fp8-size", snapshot)
+    done = court.run("size", snapshot)
     assert (done.code, "no checkpoint format is recognised here" in done.err) == (1, True)
 
 

@@ -129,7 +129,7 @@ def test_secrets_are_not_told(court: Path, where: str) -> None:
             ("reshard", src, room / "plan", "--dry-run", "--json"), ("reshard", src, room / "json", "--json"),
             ("drop-keys", src, room / "dropped", "lm_head*", "--manifest"),
             ("merge", src, model, "-o", room / "merged", "--card", "--manifest", "--json"),
-            ("fp8-size", src), ("fp8-cast", src, room / "cast", "--block", "16x16"),
+            ("size", src), ("quantize", src, room / "cast", "--block", "16x16"),
         ):  # fmt: skip
             done.append(ckpttool(*words))
             assert done[-1].code == 0, (words[0], done[-1].err)

@@ -256,7 +256,7 @@ def test_commands_for_one_checkpoint_name_the_newest_complete_one(tmp_path: Path
         ("inspect", tmp_path / "run", "--diff", tmp_path / "run" / "step-1"),
         ("reshard", tmp_path / "run", tmp_path / "dst"),
         ("merge", tmp_path / "run", "-o", tmp_path / "dst"),
-        ("fp8-size", tmp_path / "run"),
+        ("size", tmp_path / "run"),
         ("drop-keys", tmp_path / "run", tmp_path / "dst", "a"),
     ):
         done = ckpttool(*command)
@@ -313,7 +313,7 @@ def test_hostile_names_steer_nothing(tmp_path: Path) -> None:
     assert done.code == 0
     assert len(done.out.splitlines()) == 5
     assert {line.count("\t") for line in done.out.splitlines()} == {10}
-    for text in (done.out, *on_terminal("inspect", tmp_path), ckpttool("fp8-size", tmp_path).err):
+    for text in (done.out, *on_terminal("inspect", tmp_path), ckpttool("size", tmp_path).err):
         assert not any(c in text for c in "\x1b\u202e")
 
 
@@ -321,7 +321,7 @@ def test_links_that_turn_in_a_circle(tmp_path: Path) -> None:
     save(tmp_path, "checkpoint-1")
     (tmp_path / "checkpoint-2").symlink_to(".")
     assert rows(tmp_path)[0] == ("checkpoint-1", 1, True)
-    assert ckpttool("fp8-size", tmp_path).code == 2
+    assert ckpttool("size", tmp_path).code == 2
 
 
 def test_a_checkpoint_that_goes_meanwhile_is_left_out(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_files_come_back_under_the_names_that_diffusers_looks_for(tmp_path: Path
 @pytest.mark.parametrize(("config", "size"), PUBLISHED, ids=[c["_class_name"] for c, _ in PUBLISHED])
 def test_sizes_of_published_models(tmp_path: Path, config: dict[str, Any], size: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = ckpttool("fp8-size", tmp_path / "config.json", "--recipe", "as-is", "--json")
+    done = ckpttool("size", tmp_path / "config.json", "--recipe", "as-is", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["bytes"] == size
 

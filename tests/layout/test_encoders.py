@@ -1,4 +1,4 @@
-"""What encoders hold, where their heads and halves differ; tests/fp8_size/data/published.json has whole models."""
+"""What encoders hold, where their heads and halves differ; tests/size/data/published.json has whole models."""
 
 from __future__ import annotations
 

@@ -84,9 +84,9 @@ def merges(fixtures: Path) -> None:
 def quantized() -> None:
     """There and back."""
     for recipe in ("block", "nvfp4"):
-        ran("fp8-cast", "hf", recipe, "--recipe", recipe, "--verify")
-    ran("fp8-cast", "block", "wide", "--to", "bf16", "--verify")
-    ran("fp8-size", "hf", "--recipe", "bf16", "--tp-out", 2, "--kv", "fp8", "--tokens", "32k")
+        ran("quantize", "hf", recipe, "--recipe", recipe, "--verify")
+    ran("quantize", "block", "wide", "--to", "bf16", "--verify")
+    ran("size", "hf", "--recipe", "bf16", "--tp-out", 2, "--kv", "fp8", "--tokens", "32k")
     ran("reshard", "hf", "requant", "--requant", "channel", "--tp-out", 2, "--to", "vllm", "--verify")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.tiny_models import save_tiny
 from tests.peers.test_reading import same, torch_state
-from tests.peers.tool import fp8_cast
+from tests.peers.tool import quantize
 
 COMPRESSED = ("tensor", "channel", "block", "mxfp8", "nvfp4", "mxfp4")
 MINMAX = ("tensor", "channel", "block", "nvfp4", "mxfp4")
@@ -102,8 +102,8 @@ def test_compressed_tensors_reads_what_we_write(recipe: str, dtype: str, tmp_pat
 
     weights = matrices(dtype, edges=recipe in ("tensor", "channel", "block"))
     save_matrices(tmp_path / "source", weights)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", *options(recipe))
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", *options(recipe))
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     written = torch_state(tmp_path / "cast")
     converter = CompressedTensorsDequantizer(tmp_path / "cast", dtype=torch.bfloat16)
     # Its convert_checkpoint stops at a block that ends inside of columns: "non contiguous tensor".
@@ -119,12 +119,12 @@ def test_compressed_tensors_converts_our_files(recipe: str, tmp_path: Path) -> N
     from compressed_tensors.entrypoints.convert.converters import CompressedTensorsDequantizer
 
     save_matrices(tmp_path / "source", matrices("bfloat16", edges=False))
-    fp8_cast(tmp_path / "source", tmp_path / "cast", *options(recipe), "--max-shard-size", "150KB")
+    quantize(tmp_path / "source", tmp_path / "cast", *options(recipe), "--max-shard-size", "150KB")
     assert len(list((tmp_path / "cast").glob("*.safetensors"))) > 1
     # Without this it looks for the scales of norms, in llm-compressor's own files too.
     converter = CompressedTensorsDequantizer(tmp_path / "cast", ignore=["re:.*norm$"])
     convert_checkpoint(tmp_path / "cast", tmp_path / "theirs", converter, max_workers=1)
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     same(torch_state(tmp_path / "theirs"), torch_state(tmp_path / "back"))
 
 
@@ -190,7 +190,7 @@ def test_compressed_tensors_writes_the_same_bytes(recipe: str, dtype: str, tmp_p
     save_matrices(tmp_path / "source", weights)
     own = recipe in ("tensor", "channel", "block") and dtype != "bfloat16"
     scale = ["--scale-dtype", {"float16": "f16", "float32": "f32"}[dtype]] if own else []
-    fp8_cast(tmp_path / "source", tmp_path / "cast", *options(recipe), *scale)
+    quantize(tmp_path / "source", tmp_path / "cast", *options(recipe), *scale)
     written, config = torch_state(tmp_path / "cast"), quant_config(tmp_path / "cast")
     for name, weight in weights.items():
         theirs = compressed(weight, config)
@@ -221,7 +221,7 @@ def test_mxfp8_is_theirs_but_for_one_magnitude(tmp_path: Path) -> None:
 
     weights = matrices("bfloat16", edges=False, seed=2)
     save_matrices(tmp_path / "source", weights)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", *options("mxfp8"))
+    quantize(tmp_path / "source", tmp_path / "cast", *options("mxfp8"))
     written, config = torch_state(tmp_path / "cast"), quant_config(tmp_path / "cast")
     groups, apart = 0, 0
     for name, weight in weights.items():
@@ -244,8 +244,8 @@ def test_column_edges_that_break_their_block_dequantizer(tmp_path: Path) -> None
     from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
 
     save_matrices(tmp_path / "source", matrices("bfloat16", edges=True))
-    fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "block")
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", "--recipe", "block")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     converter = FP8BlockDequantizer.from_pretrained(tmp_path / "cast")
     theirs = {n: t.contiguous() for n, t in converter.validate(torch_state(tmp_path / "cast")).items()}
     same(theirs, torch_state(tmp_path / "back"))
@@ -262,8 +262,8 @@ def test_modelopt_fp8_is_read_by_its_formula(tmp_path: Path) -> None:
 
     weights = matrices("bfloat16", edges=True)
     save_matrices(tmp_path / "source", weights)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "tensor", "--quant-method", "modelopt")
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", "--recipe", "tensor", "--quant-method", "modelopt")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     state = torch_state(tmp_path / "cast")
     formula = {n: t for n, t in state.items() if not n.endswith("_scale")}
     for name in [n for n in formula if f"{n}_scale" in state]:
@@ -280,8 +280,8 @@ def test_modelopt_nvfp4_is_read_by_its_formula(tmp_path: Path) -> None:
 
     weights = matrices("bfloat16", edges=False)
     save_matrices(tmp_path / "source", weights)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "nvfp4", "--quant-method", "modelopt")
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", "--recipe", "nvfp4", "--quant-method", "modelopt")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     state = torch_state(tmp_path / "cast")
     half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat([half, -half])
@@ -306,8 +306,8 @@ def test_modelopt_nvfp4_is_read_by_compressed_tensors(tmp_path: Path) -> None:
     from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
 
     save_matrices(tmp_path / "source", matrices("bfloat16", edges=False))
-    fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "nvfp4", "--quant-method", "modelopt")
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", "--recipe", "nvfp4", "--quant-method", "modelopt")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     converter = ModelOptNvfp4Converter(targets=["re:.*_proj$"], ignore=["lm_head"])
     converted = converter.validate(torch_state(tmp_path / "cast"))
     scheme = converter._build_quant_config().config_groups["config_group_0"]
@@ -347,13 +347,13 @@ def cast_tiny(variant: str, tmp_path: Path, *how: str, published: bool = True, *
     """A tiny model in ``source``, quantized in the folder that is returned."""
     sizes = {**MODELS.get(variant, {}), **sizes}
     save_tiny(variant, tmp_path / "source", published=published, dtype="bfloat16", **sizes)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", *how)
+    quantize(tmp_path / "source", tmp_path / "cast", *how)
     return tmp_path / "cast"
 
 
 def back(cast: Path) -> Path:
     """The same dequantized by ckpttool."""
-    fp8_cast(cast, cast.with_name("back"), "--to", "bf16")
+    quantize(cast, cast.with_name("back"), "--to", "bf16")
     return cast.with_name("back")
 
 
@@ -485,8 +485,8 @@ def test_edges_that_transformers_gets_wrong(tmp_path: Path) -> None:
 
     weights = {n: w for n, w in matrices("bfloat16", edges=True).items() if n in ("latent", "edge", "plain")}
     save_matrices(tmp_path / "source", weights)
-    fp8_cast(tmp_path / "source", tmp_path / "cast", "--recipe", "block", "--scale-dtype", "bf16")
-    fp8_cast(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
+    quantize(tmp_path / "source", tmp_path / "cast", "--recipe", "block", "--scale-dtype", "bf16")
+    quantize(tmp_path / "cast", tmp_path / "back", "--to", "bf16")
     written, dequantized = torch_state(tmp_path / "cast"), torch_state(tmp_path / "back")
     for name, weight in weights.items():
         full = f"model.layers.0.mlp.{name}_proj.weight"

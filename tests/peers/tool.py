@@ -19,6 +19,6 @@ def reshard(src: Path, dst: Path, *options: str | int | Path) -> str:
     return run("reshard", src, dst, *options)
 
 
-def fp8_cast(src: Path, dst: Path, *options: str | int | Path) -> str:
-    """``ckpttool fp8-cast``."""
-    return run("fp8-cast", src, dst, *options)
+def quantize(src: Path, dst: Path, *options: str | int | Path) -> str:
+    """``ckpttool quantize``."""
+    return run("quantize", src, dst, *options)

@@ -230,13 +230,13 @@ def test_a_quick_run_shows_no_bar_and_loads_no_rich(monkeypatch: pytest.MonkeyPa
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "llama_tp8"
 
 
-@pytest.mark.parametrize("command", ["reshard", "merge", "fp8-cast", "drop-keys"])
+@pytest.mark.parametrize("command", ["reshard", "merge", "quantize", "drop-keys"])
 def test_a_short_run_in_a_pipe_prints_no_progress(tmp_path: Path, command: str) -> None:
     source, inputs = FIXTURE.parent / "hf_tiny_source", FIXTURE.parent / "merge/inputs"
     arguments: dict[str, list[object]] = {
         "reshard": [source, tmp_path / "out"],
         "merge": [inputs / "ft1", inputs / "ft2", "-o", tmp_path / "out"],
-        "fp8-cast": [source, tmp_path / "out"],
+        "quantize": [source, tmp_path / "out"],
         "drop-keys": [source, tmp_path / "out", "*.mlp.*"],
     }
     done = ckpttool(command, *arguments[command], *["--verify"] * (command != "drop-keys"))

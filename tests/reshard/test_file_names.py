@@ -86,9 +86,9 @@ def test_the_stem_stays(tmp_path: Path, stem: str, shards: int) -> None:
         assert_same(read_all(tmp_path / str(i)), kept)
 
 
-def test_fp8_cast_keeps_the_stem(tmp_path: Path) -> None:
+def test_quantize_keeps_the_stem(tmp_path: Path) -> None:
     src = save(tmp_path / "src", "diffusion_pytorch_model", shards=1)
-    assert ckpttool("fp8-cast", src, tmp_path / "dst", "--verify").code == 0
+    assert ckpttool("quantize", src, tmp_path / "dst", "--verify").code == 0
     assert names(tmp_path / "dst") == {"diffusion_pytorch_model.safetensors"}
 
 

@@ -67,7 +67,7 @@ def test_the_one_key_head_of_a_layer_is_on_every_rank(model: Path, tmp_path: Pat
 
 
 def test_the_size_of_the_config_is_that_of_the_file(model: Path) -> None:
-    found = [ckpttool("fp8-size", path, "--recipe", "bf16", "--json") for path in (model, model / "config.json")]
+    found = [ckpttool("size", path, "--recipe", "bf16", "--json") for path in (model, model / "config.json")]
     assert [done.code for done in found] == [0, 0], found[1].err
     stored, declared = (json.loads(done.out) for done in found)
     assert stored["parameters"] == declared["parameters"]

@@ -217,4 +217,4 @@ def test_one_note_names_masters_that_are_not_used(options: list[str], noted: boo
 def test_no_note_where_weights_are_their_own_masters(tmp_path: Path) -> None:
     done = reshard(save_run(tmp_path / "run", names(masters=False)), tmp_path / "out", "--dry-run", "--to", "hf")
     assert "--masters" not in done.err
-    assert "--masters" not in ckpttool("fp8-cast", ZCC, tmp_path / "cast", "--dry-run").err
+    assert "--masters" not in ckpttool("quantize", ZCC, tmp_path / "cast", "--dry-run").err

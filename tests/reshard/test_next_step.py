@@ -80,7 +80,7 @@ def test_a_model_with_an_adapter_inside_is_loaded_by_nobody(to: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "command", [["merge", "{src}", "-o", "{dst}"], ["fp8-cast", "{src}", "{dst}", "--block", "16x16"]]
+    "command", [["merge", "{src}", "-o", "{dst}"], ["quantize", "{src}", "{dst}", "--block", "16x16"]]
 )
 def test_other_commands(src: Path, tmp_path: Path, command: list[str]) -> None:
     done = ckpttool(*[w.format(src=src, dst=tmp_path / "dst") for w in command])

@@ -253,15 +253,15 @@ def test_packed_integers_are_neither_merged_nor_quantized(name: str, tmp_path: P
     other = save_hf(tmp_path / "other", tensors, CONFIG | {"quantization_config": quant})
     for command in (
         ("merge", source, other, "-o", tmp_path / "out"),
-        ("fp8-cast", source, tmp_path / "out"),
-        ("fp8-cast", source, tmp_path / "out", "--to", "bf16"),
+        ("quantize", source, tmp_path / "out"),
+        ("quantize", source, tmp_path / "out", "--to", "bf16"),
         ("reshard", source, tmp_path / "out", "--dequant", "bf16"),
     ):
         done = ckpttool(*command)
         assert done.code == 1, (command, done.err)
         assert "packed integers" in done.err
         assert not (tmp_path / "out").exists()
-    size = ckpttool("fp8-size", source, "--json")
+    size = ckpttool("size", source, "--json")
     assert size.code == 0, size.err
     stored = (source / "model.safetensors").stat().st_size
     assert str(stored) in size.out
@@ -321,9 +321,9 @@ def test_files_without_packed_weights_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_fp8_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None:
+def test_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None:
     source = saved_as(kind, tmp_path / "src")
-    done = ckpttool("fp8-size", source, "--tp-out", 2, "--vocab-pad", 2, "--json")
+    done = ckpttool("size", source, "--tp-out", 2, "--vocab-pad", 2, "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
     reshard(source, tmp_path / "cut", "--to", "ranks", "--tp-out", 2)
@@ -337,10 +337,10 @@ def test_fp8_size_counts_what_the_ranks_hold(kind: Kind, tmp_path: Path) -> None
     assert report["parameters"] == high + sum(n * k for n, k in LINEARS.values())
 
 
-def test_fp8_size_says_why_flattened_bytes_cannot_be_cut(tmp_path: Path) -> None:
+def test_size_says_why_flattened_bytes_cannot_be_cut(tmp_path: Path) -> None:
     tensors, quant = bnb(four=True)
     source = save_hf(tmp_path / "src", tensors, CONFIG | {"quantization_config": quant})
-    done = ckpttool("fp8-size", source, "--tp-out", 2)
+    done = ckpttool("size", source, "--tp-out", 2)
     assert done.code == 3
     assert "their bytes are flattened" in done.out
     assert "possible: --tp-out 1\n" in done.out

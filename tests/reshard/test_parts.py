@@ -145,19 +145,19 @@ def test_shards_of_a_part_have_the_names_that_its_loader_looks_for(tmp_path: Pat
 
 def test_quantizing_asks_which_part(tmp_path: Path) -> None:
     src, dst = pipeline(tmp_path / "src"), tmp_path / "dst"
-    ended = ckpttool("fp8-cast", src, dst)
+    ended = ckpttool("quantize", src, dst)
     assert ended.code == 2
     assert "transformer, vae, text_encoder" in ended.err
     assert "--part transformer" in ended.err
     assert not dst.exists()
-    done("fp8-cast", src, dst, "--part", "transformer", "--recipe", "channel", "--verify")
+    done("quantize", src, dst, "--part", "transformer", "--recipe", "channel", "--verify")
     assert "quantization_config" in json.loads((dst / "transformer" / "config.json").read_text())
     assert read_all(dst / "transformer")["layers.0.attn.weight"].dtype == "F8_E4M3"
     alone = tmp_path / "alone"
-    done("fp8-cast", src / "transformer", alone, "--recipe", "channel")
+    done("quantize", src / "transformer", alone, "--recipe", "channel")
     assert files(alone) == {n.partition("/")[2]: d for n, d in files(dst).items() if n.startswith("transformer/")}
     back = tmp_path / "back"
-    done("fp8-cast", dst, back, "--to", "f32", "--verify")  # only the part that is quantized changes
+    done("quantize", dst, back, "--to", "f32", "--verify")  # only the part that is quantized changes
     assert read_all(back / "transformer")["layers.0.attn.weight"].dtype == "F32"
     assert_same(read(back / "vae" / f"{WEIGHTS}.safetensors"), tensors("vae"))
 
@@ -299,7 +299,7 @@ def test_modules_of_sentence_transformers_go_together(tmp_path: Path, first: str
     assert_same(read(dst / first / "model.safetensors"), bf16(tensors("bert")))
     assert read(dst / "2_Dense" / "model.safetensors")["linear.weight"].dtype == "BF16"
     cast = tmp_path / "cast"
-    said = done("fp8-cast", src, cast, "--recipe", "channel", "--verify")
+    said = done("quantize", src, cast, "--recipe", "channel", "--verify")
     assert "the only part whose config.json names a model" in said
     assert read(cast / first / "model.safetensors")["layers.0.attn.weight"].dtype == "F8_E4M3"
     assert files(cast)["2_Dense/model.safetensors"] == files(src)["2_Dense/model.safetensors"]
@@ -397,7 +397,7 @@ def test_the_api_has_the_parts_too(tmp_path: Path) -> None:
 
 
 def test_the_size_of_a_pipeline_is_that_of_its_parts(tmp_path: Path) -> None:
-    ended = ckpttool("fp8-size", pipeline(tmp_path / "src"))
+    ended = ckpttool("size", pipeline(tmp_path / "src"))
     assert ended.code == 2
     assert "has several: transformer, vae, text_encoder" in ended.err
-    assert "without 2_Dense" in done("fp8-size", sentences(tmp_path / "st"))
+    assert "without 2_Dense" in done("size", sentences(tmp_path / "st"))

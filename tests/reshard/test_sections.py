@@ -62,8 +62,8 @@ def test_parallel_sizes_of_sections(tmp_path: Path) -> None:
 
 def test_dequantized_sections(tmp_path: Path) -> None:
     source = model(tmp_path / "src", same=True, text_config=SECTIONS["text_config"], vision_config={"dtype": "float32"})
-    assert ckpttool("fp8-cast", source, tmp_path / "fp8", "--recipe", "channel").code == 0
-    done = ckpttool("fp8-cast", tmp_path / "fp8", tmp_path / "dst", "--to", "bf16")
+    assert ckpttool("quantize", source, tmp_path / "fp8", "--recipe", "channel").code == 0
+    done = ckpttool("quantize", tmp_path / "fp8", tmp_path / "dst", "--to", "bf16")
     assert done.code == 0, done.err
     found = sections(tmp_path / "dst")
     assert (found["text_config"]["dtype"], found["vision_config"]["dtype"]) == ("bfloat16", "bfloat16")

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "paddle": ("reshard", "{src}", "{dst}", "--to", "unified", "--verify"),
     "flex": ("reshard", "{src}", "{dst}", "--to", "flex", "--tp-out", "2", "--verify"),
     "merge": ("merge", "{src}", "-o", "{dst}", "--verify"),
-    "fp8-cast": ("fp8-cast", "{src}", "{dst}", "--verify"),
+    "quantize": ("quantize", "{src}", "{dst}", "--verify"),
     "drop-keys": ("drop-keys", "{src}", "{dst}", "lm_head.weight", "--verify"),
     "drop-keys, linked": ("drop-keys", "{src}", "{dst}", "lm_head.weight", "--link"),
     "reshard, cut": ("reshard", "{src}", "{dst}", "--remove-keys", "lm_head.weight", "--tp-out", "2"),
@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
-    # No exponent of all ones: fp8-cast refuses what is not finite.
+    # No exponent of all ones: quantize refuses what is not finite.
     tensors = {n: Raw(t.dtype, t.bits & 0x3FFF) for n, t in QWEN.tensors().items()}
     save_hf(tmp_path / "src", tensors, QWEN.config)
     for name, data in SMALL.items():
@@ -63,7 +63,7 @@ def done(command: str, src: Path, dst: Path, *more: object) -> Done:
     return ended
 
 
-@pytest.mark.sample("paddle", "merge", "fp8-cast", "drop-keys", "drop-keys, linked", "reshard, cut")
+@pytest.mark.sample("paddle", "merge", "quantize", "drop-keys", "drop-keys, linked", "reshard, cut")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_belongs_to_the_model_goes_with_it(src: Path, tmp_path: Path, command: str) -> None:
     ended = done(command, src, tmp_path / "dst")
@@ -81,7 +81,7 @@ def test_once_more(src: Path, tmp_path: Path) -> None:
     assert '"1_Pooling/config.json": 34' in (tmp_path / "again/ckpttool.manifest.json").read_text()
 
 
-@pytest.mark.parametrize("command", ["reshard", "drop-keys", "fp8-cast"])
+@pytest.mark.parametrize("command", ["reshard", "drop-keys", "quantize"])
 def test_what_is_left_is_said(src: Path, tmp_path: Path, command: str) -> None:
     tensors = QWEN.tensors()
     write(src / "original/consolidated.safetensors", tensors)

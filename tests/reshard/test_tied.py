@@ -176,9 +176,9 @@ def test_verify_finds_what_a_plan_leaves_out(tmp_path: Path, lost: str) -> None:
     assert not (tmp_path / "dst").exists()
 
 
-def test_fp8_cast_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = model(tmp_path / "src", same=True)
-    done = ckpttool("fp8-cast", source, tmp_path / "dst", "--recipe", "channel", "--verify")
+    done = ckpttool("quantize", source, tmp_path / "dst", "--recipe", "channel", "--verify")
     assert done.code == 0, done.err
     from ckpttool.targeting import recode
 
@@ -186,6 +186,6 @@ def test_fp8_cast_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         recode._Recoder, "_copy", lambda self, name, view: None if "norm" in name else told(self, name, view)
     )
-    done = ckpttool("fp8-cast", source, tmp_path / "no", "--recipe", "channel", "--verify")
+    done = ckpttool("quantize", source, tmp_path / "no", "--recipe", "channel", "--verify")
     assert done.code == 3
     assert "3 tensors of the source would be lost: `model.layers.0.input_layernorm.weight`" in done.err

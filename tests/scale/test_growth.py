@@ -21,7 +21,7 @@ import pytest
 from ckpttool.checkpoint import OpenOptions
 from ckpttool.core.plan import Copy
 from ckpttool.execute import NoProgress
-from ckpttool.ops import drop_keys, fp8_cast
+from ckpttool.ops import drop_keys, quantize
 from ckpttool.ops.convert_json.convert import to_safetensors
 from ckpttool.ops.inspect.check import check
 from ckpttool.ops.inspect.listing import list_tensors
@@ -107,12 +107,12 @@ JOBS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "to vllm": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="vllm", tp=4))),
     "a file for each tensor": ("bf16", lambda p: prepare(p, OpenOptions(), Target(format="hf", max_shard_size=100))),
     "drop-keys": ("fp8", lambda p: drop_keys.prepare(p, OpenOptions(), Selection(("model.layers.3.*",)))),
-    "fp8-cast": ("bf16", lambda p: fp8_cast.prepare(p, OpenOptions(), BLOCK, Selection())),
-    "fp8-cast --to bf16": ("fp8", lambda p: fp8_cast.prepare(p, OpenOptions(), Recoding(), Selection())),
+    "quantize": ("bf16", lambda p: quantize.prepare(p, OpenOptions(), BLOCK, Selection())),
+    "quantize --to bf16": ("fp8", lambda p: quantize.prepare(p, OpenOptions(), Recoding(), Selection())),
 }
 
 
-@pytest.mark.sample("inspect", "to tp 8, ep 8", "drop-keys", "fp8-cast")
+@pytest.mark.sample("inspect", "to tp 8, ep 8", "drop-keys", "quantize")
 @pytest.mark.parametrize("job", JOBS)
 def test_calls_grow_as_the_tensors_do(job: str, models: dict[str, tuple[Sized, Sized]], warm: dict[str, Path]) -> None:
     kind, do = JOBS[job]

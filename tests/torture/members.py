@@ -55,7 +55,7 @@ SCENARIOS = (
     (2, Scenario("merge, mergekit's numbers",
                  f"{_MERGE} --base {{s}}/merge/inputs/ft1 --method dare_linear --weights 0.6,0.4 --param density=0.5"
                  " --rng mergekit -o {w}/dst")),
-    (2, Scenario("fp8-cast --manifest", "fp8-cast {s}/hf_tiny_source {w}/dst --block 32x32 --manifest")),
+    (2, Scenario("quantize --manifest", "quantize {s}/hf_tiny_source {w}/dst --block 32x32 --manifest")),
     (2, Scenario("drop-keys --link", "drop-keys {s}/merge/inputs/ft1 {w}/dst lm_head.* --link --manifest")),
     (2, Scenario("convert-json", f"convert-json {_PROGRAM} {{w}}/dst.safetensors", targets=("dst.safetensors",))),
     (2, Scenario("convert-json, shards", f"convert-json {_PROGRAM} {{w}}/dst --max-shard-size 800")),

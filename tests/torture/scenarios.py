@@ -166,7 +166,7 @@ SCENARIOS = (
     Scenario("drop-keys", "drop-keys {s}/merge/inputs/ft1 {w}/dst *.0.mlp.*"),
     Scenario("drop-keys --link", "drop-keys {s}/merge/inputs/ft1 {w}/dst lm_head.* --link --manifest"),
     Scenario("drop-keys, subdirectories", "drop-keys {s}/merge/inputs/ft2 {w}/dst *.0.mlp.*"),
-    Scenario("fp8-cast", "fp8-cast {s}/hf_tiny_source {w}/dst --block 32x32 --manifest"),
+    Scenario("quantize", "quantize {s}/hf_tiny_source {w}/dst --block 32x32 --manifest"),
     Scenario(
         "merge",
         "merge {s}/merge/inputs/ft1 {s}/merge/inputs/ft2 --weights 0.6,0.4 -o {w}/dst --card --manifest",

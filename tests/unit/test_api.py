@@ -94,12 +94,12 @@ def test_drop_keys(tmp_path: Path) -> None:
         ckpttool.open(LLAMA).drop_keys("nothing")
 
 
-def test_fp8_cast_and_back(tmp_path: Path) -> None:
+def test_quantize_and_back(tmp_path: Path) -> None:
     with ckpttool.open(FIXTURES / "hf_tiny_source") as weights:
-        weights.fp8_cast("tensor").run(tmp_path / "fp8", verify=True)
+        weights.quantize("tensor").run(tmp_path / "fp8", verify=True)
     with ckpttool.open(tmp_path / "fp8") as quantized:
         assert quantized["model.layers.0.mlp.up_proj.weight"].dtype == "F8_E4M3"
-        quantized.fp8_cast(to="bf16").run(tmp_path / "bf16")
+        quantized.quantize(to="bf16").run(tmp_path / "bf16")
     assert ckpttool.open(tmp_path / "bf16")["model.layers.0.mlp.up_proj.weight"].dtype == "BF16"
 
 
@@ -143,7 +143,7 @@ def test_convert(tmp_path: Path) -> None:
 
 def test_size() -> None:
     found = ckpttool.size(FIXTURES / "hf_tiny_source", "bf16", tp=2, kv="bf16", tokens=100, gpu="h100")
-    said = command("fp8-size", FIXTURES / "hf_tiny_source", "--recipe", "bf16", "--tp-out", 2, "--kv", "bf16",
+    said = command("size", FIXTURES / "hf_tiny_source", "--recipe", "bf16", "--tp-out", 2, "--kv", "bf16",
                    "--tokens", 100, "--gpu", "h100", "--json")  # fmt: skip
     data = json.loads(said.out)
     assert found.ok
@@ -269,7 +269,7 @@ def test_a_single_string_is_one_pattern(tmp_path: Path) -> None:
     assert {v.name for v in source.reshard(keep="*norm*").prepared.views} == norms
     assert set(source) - set(source.drop_keys(keep="*norm*").removed) == norms
     assert source.diff(source, patterns="*norm*").compared == len(norms)
-    written = source.fp8_cast("block", keep="*.o_proj.weight").run(tmp_path / "dst")
+    written = source.quantize("block", keep="*.o_proj.weight").run(tmp_path / "dst")
     assert ckpttool.open(written)["model.layers.0.self_attn.o_proj.weight"].dtype == "BF16"
     with pytest.raises(UsageError, match="patterns contains"):
         source.drop_keys(["lm_head.*"])  # type: ignore[arg-type]
@@ -288,11 +288,11 @@ def test_sizes_are_numbers_or_words(tmp_path: Path) -> None:
 def test_the_text_of_the_command_line_says_the_same(tmp_path: Path) -> None:
     """Everything that options say as text, and the API as numbers."""
     hf = ckpttool.open(FIXTURES / "hf_tiny_source")
-    plans = [hf.fp8_cast("block", block=b) for b in ("32x64", "32X64", (32, 64))]
+    plans = [hf.quantize("block", block=b) for b in ("32x64", "32X64", (32, 64))]
     assert plans[0].plan.outputs == plans[1].plan.outputs == plans[2].plan.outputs
     assert ckpttool.size(hf, "block", block="16x32") == ckpttool.size(hf, "block", block=(16, 32))
     with pytest.raises(UsageError, match="block `32` is not MxN"):
-        hf.fp8_cast("block", block="32")
+        hf.quantize("block", block="32")
     said = {"pp": 2, "tp": 2, "to": "hybrid"}
     one = ckpttool.open(LLAMA).reshard(**said, pp_layout="3,1", ranks="0-1,3", betas="0.9,0.999")  # type: ignore[arg-type]
     two = ckpttool.open(LLAMA).reshard(**said, pp_layout=(3, 1), ranks=[0, 1, 3], betas=(0.9, 0.999))  # type: ignore[arg-type]

@@ -97,8 +97,8 @@ def ckpttool(arguments: Sequence[str], folder: Path, kill_at: int = 0) -> Ended:
 def warm() -> None:
     """Import what commands import when they run."""
     import ckpttool.ops.drop_keys
-    import ckpttool.ops.fp8_cast
     import ckpttool.ops.merge
+    import ckpttool.ops.quantize
     import ckpttool.ops.reshard
     import ckpttool.report  # noqa: F401
     from ckpttool.layout.family import family_names

@@ -241,7 +241,7 @@ def _model(
         raise UnsupportedError(
             f"`{turned}` is quantized the other way round than it is merged",
             where=path,
-            hint=f"dequantize the model first: ckpttool fp8-cast {path} DST --to bf16",
+            hint=f"dequantize the model first: ckpttool quantize {path} DST --to bf16",
         )
     parts, beside = codes.parts, set(codes.beside)
     dtype = dequant or high_precision(config)

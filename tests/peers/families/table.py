@@ -67,7 +67,7 @@ parentheses in the list of all:
 | `tp 16` | also comes back from 16 tensor-parallel ranks |
 | `not tp 4` | refused at this size |
 | `ep` | also comes back with experts distributed over 2 ranks |
-| `config` | names and shapes that `ckpttool fp8-size config.json` assumes are those of the saved model |
+| `config` | names and shapes that `ckpttool size config.json` assumes are those of the saved model |
 | `plan` | each rank also holds what transformers' own plan gives it, element for element |
 | `vllm`, `trtllm`, `deepseek` | this format is written and read back byte for byte |
 | `unseen 2` | two kinds of tensors that are cut do not show in the logits: the tiny model's inputs do not reach them |
@@ -78,7 +78,7 @@ _UNCOVERED = """\
 ## Without a family
 
 These are refused when they are cut (`--split`, or [a family file](layouts/own-family.md),
-help). Everything that needs no family works: `inspect`, `merge`, `fp8-cast`, `drop-keys`.
+help). Everything that needs no family works: `inspect`, `merge`, `quantize`, `drop-keys`.
 
 """
 
