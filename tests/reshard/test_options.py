@@ -132,7 +132,7 @@ def test_elements_smaller_than_a_byte(dtype: str, tmp_path: Path, dst: Path) -> 
     (tmp_path / "src" / "config.json").write_text(json.dumps(LLAMA.config), encoding="utf-8")
     error = refused(tmp_path / "src", dst, "--tp-out", 2, "--split", "x=0")
     assert "its elements share bytes" in error
-    assert "--replicate" in error
+    assert "--split 'x=none'" in error
     reshard(tmp_path / "src", dst, "-q", "--tp-out", 2, "--split", "x=none", "--verify")
     reshard(dst, tmp_path / "back", "-q", "--to", "hf", "--verify")
     start = data.index(b"}}") + 2

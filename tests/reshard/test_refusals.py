@@ -443,7 +443,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
     "tensor without a rule": (
         _no_rule,
         ("--tp-out", 2),
-        ("1 kind of tensor", "model.layers.{n}.my_adapter.weight", "--replicate", "--split"),
+        ("1 kind of tensor", "model.layers.{n}.my_adapter.weight", "=none'", "--split"),
     ),
     "config has other heads": (_wrong_heads, (), ("q_proj", "7")),
     "config has more rows": (_wrong_vocabulary, (), ("has 260 rows on 2 ranks, config.json says 300", "hint: ")),
@@ -545,12 +545,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "rename to one name": (("--rename", "re:.*norm.weight=x"), 1, ("would both be named `x`",)),
     "rename to a group that is not there": (("--rename", r"re:norm=\2"), 2, ("is not valid", "group")),
     "rename to nothing": (("--rename", r"re:^model\.norm\.weight$="), 2, ("is not OLD=NEW",)),
-    "fuse and unfuse": (("--fuse", "--unfuse"), 2, ("exclude each other",)),
     "split without an axis": (("--tp-out", 2, "--split", "*.norm.weight"), 2, ("PATTERN=AXIS",)),
     "split on an axis that is not there": (("--tp-out", 2, "--split", f"{NORM}=1"), 1, ("axis 1", NORM)),
     "split of nothing": (("--tp-out", 2, "--split", "nothing=0"), 2, ("--split", "matches no tensor")),
     "padding of whole tensors": (("--to", "hf", "--vocab-multiple", 64), 2, ("--vocab-multiple 64", "does not pad")),
-    "replicate of nothing": (("--tp-out", 2, "--split", "nothing=none"), 2, ("--split", "matches no tensor=none")),
+    "replicate of nothing": (("--tp-out", 2, "--split", "nothing=none"), 2, ("--split", "matches no tensor")),
 }
 
 
