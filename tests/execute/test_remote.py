@@ -162,7 +162,7 @@ def test_a_request_that_fails_can_be_resumed(error: Exception, models: Path, far
         with pytest.raises(CkptError, match=r"reset|permission") as e:
             plan.run(tmp_path / "here", memory=4 * MIB)
         assert not (tmp_path / "here").exists()
-        assert "--resume" in str(e.value.hint)
+        assert "resume=True" in str(e.value.hint)
         far.fault = None
         plan.run(tmp_path / "here", resume=True)
     assert written(tmp_path / "here") == written(tmp_path / "there")

@@ -399,5 +399,5 @@ def test_the_api_has_the_parts_too(tmp_path: Path) -> None:
 def test_the_size_of_a_pipeline_is_that_of_its_parts(tmp_path: Path) -> None:
     ended = ckpttool("size", pipeline(tmp_path / "src"))
     assert ended.code == 2
-    assert "has several: transformer, vae, text_encoder" in ended.err
+    assert "are for one: transformer, vae, text_encoder" in ended.err
     assert "without 2_Dense" in done("size", sentences(tmp_path / "st"))

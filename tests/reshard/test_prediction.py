@@ -61,7 +61,7 @@ def test_formats_count_what_they_hold(tmp_path: Path, name: str, target: str) ->
     if held:
         assert_same(back, {n: r for n, r in tensors.items() if "inv_freq" not in n})
     else:
-        assert f"{LAYERS} on are left out" in done.err or "which the target does not store" in done.err
+        assert f"{LAYERS} on left out" in done.err or "which the target does not store" in done.err
         assert "is 0 now; it was 1" in done.err
 
 

@@ -199,7 +199,7 @@ def _part(path: Place, options: OpenOptions) -> tuple[Place, OpenOptions, str]:
     found = [p for p in parts.all if p.is_model] if parts is not None else []
     if parts is None or len(found) != 1:
         raise UsageError(
-            f"SRC has several models, and sizes are for one:  {', '.join(p.name for p in found)}",
+            f"SRC has several models, and sizes are for one: {', '.join(p.name for p in found)}",
             where=str(path),
             hint=f"give one part as SRC: {path / found[0].name}" if found else None,
         )
