@@ -13,7 +13,7 @@ from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.core.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.core.geometry import whole
 from ckpttool.core.patterns import compile_pattern
-from ckpttool.core.words import either, some
+from ckpttool.core.words import count, either, some
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
@@ -127,21 +127,43 @@ def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
 
 
 def with_single(
-    source: Checkpoint, capabilities: Capabilities, patterns: Sequence[str], views: Mapping[str, DerivedTensor]
+    source: Checkpoint,
+    capabilities: Capabilities,
+    patterns: Sequence[str],
+    views: Mapping[str, DerivedTensor],
+    notes: list[str],
+    equal: list[EqualPair],
 ) -> Checkpoint:
     """The checkpoint with what a trainer keeps in float32 (``patterns`` of names in ``views``) as it has it.
 
-    A weight is its master then, all bits of it, and has no other where float32 parameters have none.
+    A weight is its master then, all bits of it, and has no other where float32 parameters have none. ``equal`` collects
+    each weight that is left out for its master.
     """
     compiled = [compile_pattern(p) for p in patterns]
-    found = [v for n, v in views.items() if any(p.search(n) for p in compiled)]
+    found = {n: v for n, v in views.items() if any(p.search(n) for p in compiled)}
     tensors = dict(source.catalog.tensors)
-    for name in {part.source.key.name for view in found for part in view.parts}:
-        key, master = Key(name), Key(name, "master_weights")
-        if master in tensors:
-            tensors[key] = replace(tensors[master], key=key)
-            if capabilities.fp32_masters != "added":
-                del tensors[master]
+    twice = capabilities.fp32_masters == "added"
+    lifted, widened = [], []
+    for name, view in found.items():
+        keys = [part.source.key for part in view.parts if part.source.key in tensors]
+        masters = {key: Key(key.name, "master_weights") for key in keys if key.component == "model"}
+        for key, master in masters.items():
+            if master in tensors:
+                equal.append((tensors[key], tensors[master]))
+                tensors[key] = replace(tensors[master] if twice else tensors.pop(master), key=key)
+                lifted.append(name)
+            elif tensors[key].dtype in ("BF16", "F16"):
+                widened.append(name)
+    if lifted:
+        become = "are also" if twice else "become"
+        notes.append(
+            f"{count(len(lifted), 'float32 master weight')} {become} the model's weights, which the trainer keeps in"
+            f" float32: {some(lifted)}"
+        )
+    if widened:
+        notes.append(
+            f"{count(len(widened), 'weight')} widened to float32, in which the trainer keeps them: {some(widened)}"
+        )
     return replace(source, catalog=Catalog(source.catalog.files, tensors, source.catalog.aliases))
 
 
