@@ -36,7 +36,7 @@ _NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "
 """Model types whose base model PaddleNLP names like the type."""
 _FUSED_12 = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "ernie4_5", "ernie4_5_moe", "glm4_moe")
 """Model types that paddleformers 1.x holds with fused projections."""
-_SINGLE = ("*.mlp.gate.weight", "*.e_score_correction_bias")
+_SINGLE = ("*.mlp.gate.weight",)
 """Routers, which PaddleFormers makes float32 whatever the model's dtype (``dtype_guard``, ``create_parameter``)."""
 _WITH_SINGLE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe")
 """Model types whose routers it makes so."""

@@ -80,7 +80,7 @@ def chosen_components(
         masters = _own_masters(catalog)
         tensors |= masters
         if masters:
-            notes.append(f"master_weights: the source's own F32 weights, of which --dtype {target.dtype} is a rounding")
+            notes.append(f"master_weights: the source's own F32 weights, which the model has rounded to {target.dtype}")
     elif capabilities.fp32_masters == "dropped" and "model" in keep:
         widened = 0
         for key in [k for k in tensors if k.component == "master_weights"]:
@@ -95,6 +95,28 @@ def chosen_components(
     pairs = dict.fromkeys((k.component, k.state) for k in tensors)
     kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
+
+
+def in_one_dtype(source: Checkpoint, target: Target, capabilities: Capabilities, notes: list[str]) -> Target:
+    """The target with a dtype for all parameters, where its software trains in one and the run of the source has two.
+
+    What is float32 in a narrow model, such as routers of PaddleFormers, has its elements in the masters then.
+    """
+    if target.dtype or target.components or not capabilities.one_dtype:
+        return target
+    tensors = source.catalog.tensors
+    trained = dict.fromkeys(Key(k.name) for k in tensors if k.component == "optimizer")
+    dtypes = {key.name: tensors[key].dtype for key in trained if key in tensors}
+    narrow = set(dtypes.values()) & {"BF16", "F16"}
+    wide = [name for name, dtype in dtypes.items() if dtype == "F32"]
+    if len(narrow) != 1 or not wide:
+        return target
+    dtype = narrow.pop()
+    notes.append(
+        f"{count(len(wide), 'float32 weight')} rounded to {dtype}, because this format has one dtype for all"
+        f" parameters: {some(wide)}; their master weights stay float32"
+    )
+    return replace(target, dtype=dtype.lower())
 
 
 def run_names(source: Checkpoint) -> list[str]:
@@ -161,9 +183,7 @@ def with_single(
             f" float32: {some(lifted)}"
         )
     if widened:
-        notes.append(
-            f"{count(len(widened), 'weight')} widened to float32, in which the trainer keeps them: {some(widened)}"
-        )
+        notes.append(f"weights widened to float32, in which the trainer keeps them: {some(widened)}")
     return replace(source, catalog=Catalog(source.catalog.files, tensors, source.catalog.aliases))
 
 

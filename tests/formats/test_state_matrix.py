@@ -95,9 +95,9 @@ SOURCES = BY_HAND | {
     "torch/deepspeed/z3": Source(family=False),
     "torch/deepspeed/z3sgd": Source(family=False),
     "torch/train": Source(family=False),
-    "torch_fsdp/fsdp1": Source(family=False),
-    "torch_fsdp/tp_fsdp": Source(family=False),
-    "torch_fsdp/uneven": Source(family=False),
+    "torch_fsdp/fsdp1": Source(family=False, one_layer=True),
+    "torch_fsdp/tp_fsdp": Source(family=False, one_layer=True),
+    "torch_fsdp/uneven": Source(family=False, one_layer=True),
 }
 TARGETS: Sequence[Target] = [
     ("ranks", *ONE),
@@ -307,6 +307,21 @@ def test_there_and_back(name: str, target: Target, tmp_path: Path, monkeypatch: 
     if source.wrapped and capabilities.states == "torch":
         want = {n.replace("module.", "", 1): raw for n, raw in want.items()}
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_routers_come_back_from_paddle_to_megatron(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PaddleFormers has them in float32 without masters, Megatron in the dtype of all parameters with masters.
+
+    Its ``TopKRouter`` is of ``params_dtype``: a float32 one would be in a buffer that no run has.
+    """
+    src, betas = FIXTURES / "megatron/legacy/qwen3_moe_tp2_ep2", ("--betas", "0.9,0.999")
+    reshard(src, tmp_path / "flex", "--to", "flex", *ONE, *betas)
+    done = reshard(tmp_path / "flex", tmp_path / "back", "--to", to, *ONE, *betas, "--verify")
+    assert "2 float32 weights rounded to BF16, because this format has one dtype for all parameters" in done.err
+    want = held(src, tmp_path / "direct", "hf", monkeypatch)
+    assert want["model.layers.0.mlp.gate.weight"].dtype == "BF16"
+    assert_same(held(tmp_path / "back", tmp_path / "of back", "hf", monkeypatch), want)
 
 
 def route_in_float32(tensors: Tensors, *, twice: bool) -> bool:

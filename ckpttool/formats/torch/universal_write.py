@@ -33,7 +33,7 @@ _WIDENED = frozenset({"F32", "BF16", "F16"})
 _STAGE3 = frozenset({"exp_avg", "exp_avg_sq", STEP})
 """States that stage 3 asks for."""
 _MOST_GROUPS = 64
-_LEAVE = "omit the optimizer: --only model,master_weights"
+_LEAVE = "omit the optimizer: --only model --only master_weights"
 
 
 def write_universal(request: base.WriteRequest) -> base.FileLayout:
