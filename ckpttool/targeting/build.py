@@ -123,7 +123,7 @@ def plan_target(
     source, components = chosen_components(source, goal.target, goal.writer, notes, equal)
     if single := kept_single(goal, components):
         views = _named(source, goal, selection, []).views.table
-        source = with_single(source, goal.writer.capabilities, single, views, notes, equal)
+        source = with_single(source, goal.writer.capabilities, single, views, goal.dtype, notes, equal)
     named = _named(source, goal, selection, notes)
     if goal.dtype and computed is None:
         notes += _not_cast(named.views.table, goal.dtype)

@@ -153,13 +153,14 @@ def with_single(
     capabilities: Capabilities,
     patterns: Sequence[str],
     views: Mapping[str, DerivedTensor],
+    dtype: str,
     notes: list[str],
     equal: list[EqualPair],
 ) -> Checkpoint:
     """The checkpoint with what a trainer keeps in float32 (``patterns`` of names in ``views``) as it has it.
 
-    A weight is its master then, all bits of it, and has no other where float32 parameters have none. ``equal`` collects
-    each weight that is left out for its master.
+    A weight is its master then, all bits of it, and has no other where float32 parameters have none. ``dtype`` is what
+    the others are cast to, or "". ``equal`` collects each weight that is left out for its master.
     """
     compiled = [compile_pattern(p) for p in patterns]
     found = {n: v for n, v in views.items() if any(p.search(n) for p in compiled)}
@@ -172,8 +173,8 @@ def with_single(
         for key, master in masters.items():
             if master in tensors:
                 equal.append((tensors[key], tensors[master]))
+                lifted += [name] if (dtype or tensors[key].dtype) != "F32" else []
                 tensors[key] = replace(tensors[master] if twice else tensors.pop(master), key=key)
-                lifted.append(name)
             elif tensors[key].dtype in ("BF16", "F16"):
                 widened.append(name)
     if lifted:
