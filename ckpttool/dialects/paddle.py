@@ -36,8 +36,10 @@ _NLP_PREFIXES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "
 """Model types whose base model PaddleNLP names like the type."""
 _FUSED_12 = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "ernie4_5", "ernie4_5_moe", "glm4_moe")
 """Model types that paddleformers 1.x holds with fused projections."""
-_SINGLE = {"qwen2_moe": ("*.mlp.gate.weight",), "qwen3_moe": ("*.mlp.gate.weight",)}
-"""Model type -> what PaddleFormers makes float32, whatever the model's dtype: the router (``dtype_guard``)."""
+_SINGLE = ("*.mlp.gate.weight",)
+"""Routers, which PaddleFormers makes float32 whatever the model's dtype (``dtype_guard``, ``create_parameter``)."""
+_WITH_SINGLE = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe")
+"""Model types whose routers it makes so."""
 FUSED_FLAGS = {"fuse_attention_qkv": ("qkv_proj",), "fuse_attention_ffn": ("gate_up_fused_proj", "up_gate_proj")}
 """Fields of PaddleNLP's configs that say which projections are fused -> the fused modules."""
 _COORDINATE = re.compile(r"(?<=[._])(tp|pp|shard|moe)(\d{2,})(?=[._])")
@@ -131,7 +133,7 @@ class PaddleDialect(Dialect):
 
     def single(self, context: NamingContext) -> tuple[str, ...]:
         nlp = (context.version or TARGETS[0]).startswith("paddlenlp")
-        return () if nlp else _SINGLE.get(str(context.config.get("model_type", "")), ())
+        return _SINGLE if not nlp and context.config.get("model_type") in _WITH_SINGLE else ()
 
     def uncut(self, context: NamingContext, after: Statements, shapes: Shapes, held: Sequence[str]) -> tuple[str, ...]:
         return kept_whole(context.family, after, shapes, context.mesh.tp, held)

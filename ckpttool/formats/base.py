@@ -264,6 +264,8 @@ class Capabilities(NamedTuple):
     """Those of ``fuse`` and ``unfuse`` whose result the format's own software cannot read."""
     float32: tuple[str, ...] = ()
     """Patterns of model weights that its software keeps in float32, whatever --dtype says."""
+    one_dtype: bool = False
+    """Its software trains all parameters in one dtype."""
     counts_steps: bool = False
     """Its files have the steps of the optimizer as plain numbers (``TrainingState.steps``)."""
     keeps_form: bool = False

@@ -31,7 +31,7 @@ from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Rename, Transform
 from ckpttool.planning.planner import Computed, build_plan
 from ckpttool.planning.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
-from ckpttool.targeting.components import chosen_components, with_single
+from ckpttool.targeting.components import chosen_components, in_one_dtype, with_single
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.mixed import doubts
@@ -120,10 +120,10 @@ def plan_target(
     equal: list[EqualPair] = []
     goal = _decide(source, target, notes)
     source, translation = translated(source, target, goal.writer.capabilities, notes)
-    source, components = chosen_components(source, target, goal.writer, notes, equal)
+    source, components = chosen_components(source, goal.target, goal.writer, notes, equal)
     if single := kept_single(goal, components):
         views = _named(source, goal, selection, []).views.table
-        source = with_single(source, goal.writer.capabilities, single, views)
+        source = with_single(source, goal.writer.capabilities, single, views, goal.dtype, notes, equal)
     named = _named(source, goal, selection, notes)
     if goal.dtype and computed is None:
         notes += _not_cast(named.views.table, goal.dtype)
@@ -164,8 +164,9 @@ def _decide(source: Checkpoint, target: Target, notes: list[str]) -> Goal:
     if target.fuse and target.unfuse:
         raise UsageError("--fuse and --unfuse exclude each other")
     writer, mesh, requested = target_mesh(source.stored, target, notes)
-    dtype = castable(target.dtype)
     check_target(target, writer, source)
+    target = in_one_dtype(source, target, writer.capabilities, notes)
+    dtype = castable(target.dtype)
     version = choose_version(source.stored, target, writer)
     dialect, fused = choose_dialect(source, target, writer)
     context = NamingContext(source.family, source.stored.config, mesh, fused, version)

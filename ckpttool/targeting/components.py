@@ -13,7 +13,7 @@ from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.core.catalog import COMPONENTS, Catalog, Key, LogicalTensor, RankTensor, RankTensors
 from ckpttool.core.geometry import whole
 from ckpttool.core.patterns import compile_pattern
-from ckpttool.core.words import either, some
+from ckpttool.core.words import count, either, some
 from ckpttool.errors import UsageError
 from ckpttool.formats.base import Capabilities, Writer
 from ckpttool.formats.registry import WRITERS
@@ -80,7 +80,7 @@ def chosen_components(
         masters = _own_masters(catalog)
         tensors |= masters
         if masters:
-            notes.append(f"master_weights: the source's own F32 weights, of which --dtype {target.dtype} is a rounding")
+            notes.append(f"master_weights: the source's own F32 weights, which the model has rounded to {target.dtype}")
     elif capabilities.fp32_masters == "dropped" and "model" in keep:
         widened = 0
         for key in [k for k in tensors if k.component == "master_weights"]:
@@ -95,6 +95,28 @@ def chosen_components(
     pairs = dict.fromkeys((k.component, k.state) for k in tensors)
     kept = replace(source, catalog=Catalog(catalog.files, tensors, catalog.aliases))
     return kept, sorted(pairs, key=lambda p: (COMPONENTS.index(p[0]), p[1]))
+
+
+def in_one_dtype(source: Checkpoint, target: Target, capabilities: Capabilities, notes: list[str]) -> Target:
+    """The target with a dtype for all parameters, where its software trains in one and the run of the source has two.
+
+    What is float32 in a narrow model, such as routers of PaddleFormers, has its elements in the masters then.
+    """
+    if target.dtype or target.components or not capabilities.one_dtype:
+        return target
+    tensors = source.catalog.tensors
+    trained = dict.fromkeys(Key(k.name) for k in tensors if k.component == "optimizer")
+    dtypes = {key.name: tensors[key].dtype for key in trained if key in tensors}
+    narrow = set(dtypes.values()) & {"BF16", "F16"}
+    wide = [name for name, dtype in dtypes.items() if dtype == "F32"]
+    if len(narrow) != 1 or not wide:
+        return target
+    dtype = narrow.pop()
+    notes.append(
+        f"{count(len(wide), 'float32 weight')} rounded to {dtype}, because this format has one dtype for all"
+        f" parameters: {some(wide)}; their master weights stay float32"
+    )
+    return replace(target, dtype=dtype.lower())
 
 
 def run_names(source: Checkpoint) -> list[str]:
@@ -127,21 +149,42 @@ def _own_masters(catalog: Catalog) -> dict[Key, LogicalTensor]:
 
 
 def with_single(
-    source: Checkpoint, capabilities: Capabilities, patterns: Sequence[str], views: Mapping[str, DerivedTensor]
+    source: Checkpoint,
+    capabilities: Capabilities,
+    patterns: Sequence[str],
+    views: Mapping[str, DerivedTensor],
+    dtype: str,
+    notes: list[str],
+    equal: list[EqualPair],
 ) -> Checkpoint:
     """The checkpoint with what a trainer keeps in float32 (``patterns`` of names in ``views``) as it has it.
 
-    A weight is its master then, all bits of it, and has no other where float32 parameters have none.
+    A weight is its master then, all bits of it, and has no other where float32 parameters have none. ``dtype`` is what
+    the others are cast to, or "". ``equal`` collects each weight that is left out for its master.
     """
     compiled = [compile_pattern(p) for p in patterns]
-    found = [v for n, v in views.items() if any(p.search(n) for p in compiled)]
+    found = {n: v for n, v in views.items() if any(p.search(n) for p in compiled)}
     tensors = dict(source.catalog.tensors)
-    for name in {part.source.key.name for view in found for part in view.parts}:
-        key, master = Key(name), Key(name, "master_weights")
-        if master in tensors:
-            tensors[key] = replace(tensors[master], key=key)
-            if capabilities.fp32_masters != "added":
-                del tensors[master]
+    twice = capabilities.fp32_masters == "added"
+    lifted, widened = [], []
+    for name, view in found.items():
+        keys = [part.source.key for part in view.parts if part.source.key in tensors]
+        masters = {key: Key(key.name, "master_weights") for key in keys if key.component == "model"}
+        for key, master in masters.items():
+            if master in tensors:
+                equal.append((tensors[key], tensors[master]))
+                lifted += [name] if (dtype or tensors[key].dtype) != "F32" else []
+                tensors[key] = replace(tensors[master] if twice else tensors.pop(master), key=key)
+            elif tensors[key].dtype in ("BF16", "F16"):
+                widened.append(name)
+    if lifted:
+        become = "are also" if twice else "become"
+        notes.append(
+            f"{count(len(lifted), 'float32 master weight')} {become} the model's weights, which the trainer keeps in"
+            f" float32: {some(lifted)}"
+        )
+    if widened:
+        notes.append(f"weights widened to float32, in which the trainer keeps them: {some(widened)}")
     return replace(source, catalog=Catalog(source.catalog.files, tensors, source.catalog.aliases))
 
 

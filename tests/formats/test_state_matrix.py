@@ -49,6 +49,7 @@ class Source(NamedTuple):
     """Why it is refused in Megatron's formats."""
     tied: bool = False
     """Its head is the embedding, whose state has the head's name; Megatron knows the embedding only."""
+    one_layer: bool = False
 
 
 ADAM, LONG = (0.9, 0.999), (0.9, 0.95)
@@ -60,7 +61,7 @@ BY_HAND = {
 }
 SOURCES = BY_HAND | {
     "bytecheckpoint/ddp2": Source(family=False, wrapped=True),
-    "bytecheckpoint/fsdp2": Source(family=False),
+    "bytecheckpoint/fsdp2": Source(family=False, one_layer=True),
     "dcp/hsdp2x2_llama/checkpoint": Source(),
     "dcp/titan_llama3/checkpoint": Source(LONG),
     "megatron/dist/llama_tp2": Source(ADAM),
@@ -94,9 +95,9 @@ SOURCES = BY_HAND | {
     "torch/deepspeed/z3": Source(family=False),
     "torch/deepspeed/z3sgd": Source(family=False),
     "torch/train": Source(family=False),
-    "torch_fsdp/fsdp1": Source(family=False),
-    "torch_fsdp/tp_fsdp": Source(family=False),
-    "torch_fsdp/uneven": Source(family=False),
+    "torch_fsdp/fsdp1": Source(family=False, one_layer=True),
+    "torch_fsdp/tp_fsdp": Source(family=False, one_layer=True),
+    "torch_fsdp/uneven": Source(family=False, one_layer=True),
 }
 TARGETS: Sequence[Target] = [
     ("ranks", *ONE),
@@ -117,6 +118,8 @@ TARGETS: Sequence[Target] = [
 ]
 MAKES_MASTERS = ("hybrid", "zcc", "unified", "universal", "megatron", "megatron-dist")
 """Formats that store a weight once make masters of the weights that have none."""
+NLP = "paddle_unified/nlp_"
+"""Saves of PaddleNLP, which formats that it writes stay; flex is PaddleFormers' own."""
 
 
 OTHERS = (
@@ -215,6 +218,8 @@ def refusal(source: Source, target: Target) -> str:
         return "the source is an adapter"
     megatron = WRITERS[str(target[0])].dialect == "megatron"
     cut = any(o in ("--tp-out", "--pp-out") and n != 1 for o, n in pairwise(target))
+    if source.one_layer and ("--pp-out", 2) in pairwise(target) and not megatron:
+        return "1 layer cannot fill 2 pipeline stages"
     if cut and not source.family and not megatron:
         return "cut depends on the model"
     if source.float8 and target[0] == "hybrid":
@@ -231,8 +236,17 @@ def refusal(source: Source, target: Target) -> str:
     "by hand: betas-unified --tp-out 1 --pp-out 1 --ep-out 1",
     "by hand: frozen-hybrid --tp-out 1 --pp-out 2 --sharding-out 2:v1",
     "by hand: float32-universal",
+    "by hand: frozen-universal",
     "bytecheckpoint/fsdp2-dcp --sharding-out 3",
     "dcp/titan_llama3/checkpoint-flex --tp-out 2 --pp-out 1 --sharding-out 2",
+    "bytecheckpoint/fsdp2-ranks --tp-out 2 --pp-out 2",
+    "bytecheckpoint/ddp2-megatron --tp-out 1 --pp-out 1 --ep-out 1",
+    "megatron/legacy/qwen3_moe_tp2_ep2-unified --tp-out 1 --pp-out 1 --ep-out 1",
+    "megatron/legacy/qwen3_moe_tp2_ep2-hybrid --tp-out 2 --pp-out 1 --sharding-out 2",
+    "paddle_flex/tp2_dp2-dcp --sharding-out 3",
+    "paddle_unified/nlp_qwen2moe_bf16_tp2-flex --tp-out 1 --pp-out 1 --ep-out 1",
+    "paddle_unified/pf12_qwen2tied_bf16_tp1-hybrid --tp-out 1 --pp-out 2 --sharding-out 2:v1",
+    "torch/deepspeed/z1-flex --tp-out 2 --pp-out 1 --sharding-out 2",
     "paddle_unified/nlp_llama_lora_bf16_tp1-ranks --tp-out 1 --pp-out 1 --ep-out 1",
     "paddle_zcc/sharding2_v1-dcp --sharding-out 3",
     "torch/deepspeed/ams-zcc --tp-out 1 --pp-out 1 --ep-out 1 --sharding-out 2",
@@ -274,6 +288,12 @@ def test_there_and_back(name: str, target: Target, tmp_path: Path, monkeypatch: 
     if source.tied and WRITERS[str(target[0])].dialect == "megatron":
         del want["lm_head.weight"]
         want = {n.replace("/lm_head.weight", "/model.embed_tokens.weight"): raw for n, raw in want.items()}
+    if source.tied and capabilities.optimizer_shards and ("--pp-out", 2) in pairwise(target):  # of the last stage too
+        want |= {n.replace("/lm_head.", "/model.embed_tokens."): raw for n, raw in want.items() if "/lm_head." in n}
+    if source.experts and capabilities.states == "paddle" and (not name.startswith(NLP) or target[0] == "flex"):
+        assert route_in_float32(want, twice=capabilities.fp32_masters == "added") == (
+            "the model's weights, which the trainer keeps in float32" in done.err
+        )
     got = in_torchs_words(held(tmp_path / "there", tmp_path / "back", dialect, monkeypatch), betas)
     for n in sorted(got.keys() - want.keys()):
         if n.startswith("master_weights/") and target[0] in MAKES_MASTERS:
@@ -287,6 +307,35 @@ def test_there_and_back(name: str, target: Target, tmp_path: Path, monkeypatch: 
     if source.wrapped and capabilities.states == "torch":
         want = {n.replace("module.", "", 1): raw for n, raw in want.items()}
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_routers_come_back_from_paddle_to_megatron(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PaddleFormers has them in float32 without masters, Megatron in the dtype of all parameters with masters.
+
+    Its ``TopKRouter`` is of ``params_dtype``: a float32 one would be in a buffer that no run has.
+    """
+    src, betas = FIXTURES / "megatron/legacy/qwen3_moe_tp2_ep2", ("--betas", "0.9,0.999")
+    reshard(src, tmp_path / "flex", "--to", "flex", *ONE, *betas)
+    done = reshard(tmp_path / "flex", tmp_path / "back", "--to", to, *ONE, *betas, "--verify")
+    assert "2 float32 weights rounded to BF16, because this format has one dtype for all parameters" in done.err
+    want = held(src, tmp_path / "direct", "hf", monkeypatch)
+    assert want["model.layers.0.mlp.gate.weight"].dtype == "BF16"
+    assert_same(held(tmp_path / "back", tmp_path / "of back", "hf", monkeypatch), want)
+
+
+def route_in_float32(tensors: Tensors, *, twice: bool) -> bool:
+    """Make routers what PaddleFormers has of them; whether their masters were kept apart before.
+
+    Its ``Qwen3MoeSparseMoeBlock`` makes the router in float32 in a model of any dtype, and its optimizer makes masters
+    of narrow parameters only. Unified checkpoints (``twice``) have masters of float32 weights too.
+    """
+    names = [n for n in tensors if n.endswith(".mlp.gate.weight") and f"master_weights/{n}" in tensors]
+    for n in names:
+        assert tensors[n].dtype == "BF16"
+        tensors[n] = tensors[f"master_weights/{n}"] if twice else tensors.pop(f"master_weights/{n}")
+        assert tensors[n].dtype == "F32"
+    return bool(names)
 
 
 def is_weight_itself(name: str, tensors: Tensors) -> bool:

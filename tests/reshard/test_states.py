@@ -552,7 +552,7 @@ def test_a_run_of_float32_goes_on_in_bfloat16(to: str, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", tensors, groups=groups((0.9, 0.95)), config=config)
     cut = ("--tp-out", 1, *(("--sharding-out", 2) if to in ("flex", "hybrid") else ()))
     done = reshard(run, tmp_path / "out", "--to", to, *cut, "--dtype", "bf16", "--verify")
-    assert "master_weights: the source's own F32 weights, of which --dtype bf16 is a rounding" in done.err
+    assert "master_weights: the source's own F32 weights, which the model has rounded to bf16" in done.err
     reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
     found = of_ranks(tmp_path / "back")
     for name in SHAPES:
@@ -630,11 +630,14 @@ def test_routers_that_paddleformers_keeps_in_float32(target: str, to: str, maste
     run = save_run(tmp_path / "run", made, groups=group, config=config)
     more = ("--target", target) if to != "flex" else ()
     cast = () if masters else ("--dtype", "bf16")
-    reshard(run, tmp_path / "out", "--to", to, "--tp-out", 1, *more, *cast, "--verify")
+    done = reshard(run, tmp_path / "out", "--to", to, "--tp-out", 1, *more, *cast, "--verify")
     reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
     found = {k.replace("qwen3_moe.", "model."): v for k, v in of_ranks(tmp_path / "back").items()}
     want = made[f"master_weights/{ROUTER}" if masters else ROUTER]
     single = target != "paddlenlp-3.0"
+    become = "are also" if to == "unified" else "become"
+    note = f"1 float32 master weight {become} the model's weights, which the trainer keeps in float32: {ROUTER}"
+    assert (note in done.err.replace("qwen3_moe.layers", "model.layers")) == single
     assert found[ROUTER].dtype == (np.float32 if single else ml_dtypes.bfloat16)
     if single:
         assert same(found[ROUTER], np.ascontiguousarray(want.T))
@@ -643,3 +646,33 @@ def test_routers_that_paddleformers_keeps_in_float32(target: str, to: str, maste
         assert same(found[f"master_weights/{ROUTER}"], np.ascontiguousarray(want.T))
     assert found["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16
     assert "master_weights/model.embed_tokens.weight" in found
+
+
+def moe_run(folder: Path, **changes: Array) -> Path:
+    """A bfloat16 router and its float32 master, with the state of Adam; ``changes`` by component."""
+    master = np.random.default_rng(5).standard_normal((2, 8)).astype("f4")
+    made: dict[str, Array] = {ROUTER: master.astype(ml_dtypes.bfloat16), f"master_weights/{ROUTER}": master}
+    made |= {f"optimizer/{ROUTER}/{s}": np.ones((2, 8), np.float32) for s in PADDLE_NAMES}
+    made[f"optimizer/{ROUTER}/step"] = np.array(7, np.float32)
+    made |= {f"{c}/{ROUTER}" if c != "model" else ROUTER: a for c, a in changes.items()}
+    group = [{"parameters": [ROUTER], "values": {"lr": 1e-3, "betas": [0.9, 0.95]}}]
+    return save_run(folder, made, groups=group, config={**MOE, "torch_dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("to", ["unified", "flex"])
+def test_a_router_is_not_left_out_for_a_master_that_is_another(to: str, tmp_path: Path) -> None:
+    """Only one of them is written: they must be one."""
+    run = moe_run(tmp_path / "run", model=np.full((2, 8), 3.0, ml_dtypes.bfloat16))
+    assert f"`{ROUTER}`" in refused(run, tmp_path / "out", "--to", to, "--tp-out", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_router_without_a_master_is_widened(tmp_path: Path) -> None:
+    """As the trainer does that loads it; a note says so."""
+    run = moe_run(tmp_path / "run")
+    done = reshard(run, tmp_path / "out", "--to", "flex", "--tp-out", 1, "--only", "model", "--only", "optimizer")
+    assert f"weights widened to float32, in which the trainer keeps them: {ROUTER}" in done.err
+    reshard(tmp_path / "out", tmp_path / "back", "--to", "ranks", "--tp-out", 1)
+    found = of_ranks(tmp_path / "back")[ROUTER]
+    assert found.dtype == np.float32
+    assert same(found, np.ascontiguousarray(of_ranks(run)[ROUTER].astype("f4").T))

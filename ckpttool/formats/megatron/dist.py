@@ -94,6 +94,7 @@ class MegatronDist:
         vocab_multiple_per_tp=True,
         fp32_masters="dropped",
         float32=("*.mlp.router.expert_bias",),
+        one_dtype=True,
         counts_steps=True,
         own_files=r"common\.pt|.*\.distcp",
         states="torch",

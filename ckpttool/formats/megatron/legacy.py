@@ -86,6 +86,7 @@ class Megatron:
         states="torch",
         counts_steps=True,
         float32=("*.mlp.router.expert_bias",),
+        one_dtype=True,
         views=True,
     )
 

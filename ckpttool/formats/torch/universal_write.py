@@ -33,7 +33,7 @@ _WIDENED = frozenset({"F32", "BF16", "F16"})
 _STAGE3 = frozenset({"exp_avg", "exp_avg_sq", STEP})
 """States that stage 3 asks for."""
 _MOST_GROUPS = 64
-_LEAVE = "omit the optimizer: --only model,master_weights"
+_LEAVE = "omit the optimizer: --only model --only master_weights"
 
 
 def write_universal(request: base.WriteRequest) -> base.FileLayout:
@@ -50,7 +50,8 @@ def write_universal(request: base.WriteRequest) -> base.FileLayout:
         if t.component == "optimizer":
             states.setdefault(t.name, []).append(t)
     grouped = {n for g in (request.training.groups if request.training else ()) for n in g.parameters}
-    grouped &= {n for n, t in model.items() if t.dtype in _WIDENED}
+    # Where others have masters, a narrow weight that has neither them nor states is frozen, whatever group names it.
+    grouped &= {n for n, t in model.items() if t.dtype == "F32" or (t.dtype in _WIDENED and not masters)}
     trained = [n for n in dict.fromkeys((*model, *masters, *states)) if n in states or n in masters or n in grouped]
     for name in trained:
         own = model.get(name)

@@ -205,7 +205,7 @@ def options(sender: Framework, receiver: Framework, model: str, *, bf16: bool) -
     out = list(receiver.receives[model].options)
     if "hybrid" in out and "--sharding-out" in out and not bf16:
         out[out.index("--sharding-out") + 1] += ":v1"
-    routers = sender.world == "paddle" and receiver.world != "paddle" and model == "qwen3_moe"  # are float32 there
+    routers = sender.world == "paddle" and receiver.world == "torch" and model == "qwen3_moe"  # are float32 there
     if bf16 and (sender.own_masters or routers) and not receiver.own_masters:
         out += ["--dtype", "bf16"]
     if sender.world == "paddle" and receiver.world != "paddle":

@@ -18,6 +18,7 @@ MOVES = [
     ("FSDP2", "ZeRO-3", "qwen3_moe", True),
     ("ZeRO-2", "Megatron torch", "llama", False),
     ("Megatron torch_dist", "PaddleFormers 1.2", "qwen3_moe", True),
+    ("PaddleFormers 1.2", "Megatron torch", "qwen3_moe", True),
     ("PaddleNLP 3.0", "FSDP2", "llama", True),
 ]
 
