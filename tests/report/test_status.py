@@ -83,8 +83,8 @@ def test_the_timer_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     line = status._StatusLine()
     line.on = True
     activity.begin("starting")
-    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((80, 24)))
-    monkeypatch.setattr("os.write", lambda fd, piece: drawn.append(piece))
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    monkeypatch.setattr("os.write", lambda _, piece: drawn.append(piece))
     with monkeypatch.context() as patch:
         patch.setattr("builtins.__import__", refuse)
         line.tick()
