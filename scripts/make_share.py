@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 MADE = "made by scripts/make_share.py from the command line"
 CHANGED = "2026-11-23"
 """The date of the manual pages. Of the day of the build it would differ from build to build."""
-PATHS = {"SRC", "DST", "SOURCE...", "OTHER", "FILE", "DIR", "PATH", "OUT.json", "NAME|FILE"}
+PATHS = {"SRC", "DST", "SOURCE...", "A", "B", "FILE", "DIR", "PATH", "OUT.json", "NAME|FILE"}
 """Metavariables in whose place a shell offers files."""
 EXIT_STATUS = (
     ("0", "Done; with --check or --diff: nothing was found."),

@@ -32,6 +32,14 @@ _INSTEAD = {
     ("size", "--dtype"): "--recipe sets the precision: bf16, block, nvfp4, ...",
     ("convert-json", "--verify"): "every conversion is verified",
     ("convert-json", "--dtype"): "bytes are converted as they are; ckpttool reshard --dtype casts",
+    ("merge", "--html"): "--report FILE writes the report of a merge",
+    (
+        "merge",
+        "--tokenizer-source",
+    ): "set `tokenizer:` in a recipe; --vocab chooses the rows of embeddings",
+    ("quantize", "--output"): "DST goes after SRC: ckpttool quantize SRC DST",
+    ("quantize", "-o"): "DST goes after SRC: ckpttool quantize SRC DST",
+    ("diff", "--dequantize"): "ckpttool quantize B MODEL --to bf16, then ckpttool diff A MODEL",
     ("inspect", "--tree"): "the tree is what inspect shows when no other view is asked for",
     ("reshard", "--output"): "DST goes after SRC: ckpttool reshard SRC DST",
     ("reshard", "-o"): "DST goes after SRC: ckpttool reshard SRC DST",
@@ -84,6 +92,12 @@ _EVERYWHERE = {
     "use --max-shard-size": "--out-shard-size",
     "use --seed": "--random-seed",
     "use --card": "--write-model-card",
+    "use --html": "--report",
+    "use --requant RECIPE": "--quantize --quantization --quant --recipe",
+    "use --dequant bf16": "--dequantize",
+    "use --only": "--component --components --model-only",
+    "use --filter": "--match --grep --pattern --include --name",
+    "--tokens 32k for one sequence, --batch for several": "--context --context-length --ctx --seq-len --max-tokens",
     "the base model is a part of SOURCE: MODEL+ADAPTER": "--lora --adapter --lora-path",
 }
 """Options of other tools, by what does it here."""
@@ -111,6 +125,7 @@ _HERE = {
     "`ckpttool reshard SRC DST --tp-out N`": "split shard cut slice partition tp pp ep",
     "`ckpttool reshard SRC DST --dtype bf16`; to FP8: `ckpttool quantize SRC DST`": "cast dtype to-bf16 to-fp16 half",
     "`ckpttool reshard SRC DST --rename OLD=NEW`": "rename mv map",
+    "`ckpttool merge RECIPE.yml -o DST`": "mergekit-yaml mergekit mergekit-multi mergekit-legacy run-recipe",
     "`ckpttool merge SRC -o DST` for shards of one model, `ckpttool merge A B -o DST` for several models": (
         "join unshard consolidate combine gather average soup merge-shards merge-lora lora"
     ),

@@ -82,6 +82,7 @@ ALSO_CALLED = {
     **dict.fromkeys(("huggingface", "hugging-face", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
+    "sglang": "vllm",
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
     **dict.fromkeys(("llama.cpp", "llamacpp", "ggml", "ollama"), "gguf"),

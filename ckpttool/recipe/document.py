@@ -19,6 +19,7 @@ import yaml
 
 from ckpttool.core.files import Place
 from ckpttool.errors import CkptError, ConflictError, UnsupportedError, UsageError
+from ckpttool.storage.listing import near
 
 BYTES = 1 << 20
 VALUES = 100_000
@@ -162,7 +163,8 @@ def read_text(path: Place) -> str:
             raise UsageError(f"a recipe has at most {BYTES >> 20} MiB", where=str(path))
         return data.decode("utf-8-sig")
     except OSError as e:
-        raise UsageError(f"the recipe cannot be read: {e.strerror}", where=str(path)) from None
+        hint = near(path) if isinstance(path, Path) and not path.exists() else ""
+        raise UsageError(f"the recipe cannot be read: {e.strerror}", where=str(path), hint=hint or None) from None
     except UnicodeDecodeError:
         raise UsageError("the recipe is not valid UTF-8", where=str(path)) from None
 

@@ -346,6 +346,8 @@ class _ModelLookup(NamedTuple):
         if scheme_of(text):
             place = parse_place(text)
             return (near(place) if isinstance(place, Path) else place.lost()) or None
+        if re.fullmatch(r"[\d.]+", text):
+            return "the values of an option are one word: --weights 0.6,0.4"
         if HUB_NAME.fullmatch(text):
             return f"a model of the Hugging Face Hub is {_on_the_hub(text)}"
         if self.beside is not None:

@@ -243,9 +243,9 @@ class _Resolver:
             for ref, layers in ranges.items():
                 if layers.stop > (count := self.depths[ref].get(part.stack, 0)):
                     raise ConflictError(
-                        f"layers {layers.start} to {layers.stop} are asked of {ref}, which has {count}",
+                        f"{ref} has {count} layers, and layer_range is [{layers.start}, {layers.stop}]",
                         where=f"{self.recipe.name}: `slices[{self.parts.index(part)}]`",
-                        hint="the end of a range is the first layer that is not taken",
+                        hint=f"layers are numbered from 0, and the end is exclusive: [0, {count}] takes all",
                     )
             depth = min(len(layers) for layers in ranges.values())
             for offset in range(depth):

@@ -27,18 +27,21 @@ class _StatusLine:
         self.started = 0.0
         self.quiet_since = 0.0
         self.on = self.drawn = False
+        self.before = self.after = ""
+        """What makes it dim."""
 
     def tick(self) -> None:
-        """Draw it, where nothing was printed for a while."""
+        """Draw it, where nothing was printed for a while.
+
+        Imports nothing: the signal may come within an import, which Python 3.11 ends with a KeyError then.
+        """
         now = time.monotonic()
         if not self.on or now - self.quiet_since < AFTER_S or not activity.what:
             return
-        from ckpttool.report.style import DIM, coloured, styled  # a quick command needs none of it
-
         with contextlib.suppress(OSError):
             columns = os.get_terminal_size(2).columns or 80
             said = f"{activity} ... {now - self.started:.0f} s"[: columns - 1]
-            os.write(2, f"\r\x1b[K{styled(said, DIM) if coloured(sys.stderr) else said}".encode())
+            os.write(2, f"\r\x1b[K{self.before}{said}{self.after}".encode())
             self.drawn = True
 
     def clear(self) -> None:
@@ -65,6 +68,9 @@ def start() -> bool:
     """
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb"):
         return False
+    from ckpttool.report.style import DIM, coloured, styled  # a terminal needs it, a pipe does not
+
+    _line.before, _, _line.after = (styled("|", DIM) if coloured(sys.stderr) else "|").partition("|")
     activity.begin("starting")
     _line.on, _line.started = True, time.monotonic()
     _line.quiet_since = _line.started

@@ -335,7 +335,7 @@ def _measured(stats: Sequence[Stats | None]) -> list[Column]:
 
 
 def _apart(diff: DiffResult, listing: TensorListing) -> list[Column]:
-    """How far each tensor is from OTHER's: 0 for equal ones, None where it is not known."""
+    """How far each tensor is from B's: 0 for equal ones, None where it is not known."""
     changed = {d.name: d for d in diff.elements}
     alone = {*diff.only_left, *(m.name for m in (*diff.shapes, *diff.dtypes))}
     far: Known = []

@@ -24,7 +24,7 @@ _WORD = re.compile(
 )
 """Spaces, and what stays on one line: a word, what is in backticks or quotes, a shape, a number with its unit, an
 option with its value."""
-_COMMAND = re.compile(r" *(?:\$ |next: |hint: (?:-|pip |\w+=))")
+_COMMAND = re.compile(r" *(?:\$ |next: |hint: (?:-(?!.*[;:] )|pip |\w+=))")
 """What a line begins with that can be pasted."""
 
 COMPACT_FROM = 2000

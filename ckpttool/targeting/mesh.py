@@ -47,5 +47,9 @@ def chosen_ranks(target: Target, mesh: Mesh) -> tuple[int, ...]:
         return tuple(range(mesh.world))
     wrong = [r for r in target.ranks if r >= mesh.world]
     if wrong:
-        raise UsageError(f"--ranks-out names rank {wrong[0]}, the output has ranks 0 to {mesh.world - 1}")
+        there = f"ranks 0 to {mesh.world - 1}" if mesh.world > 1 else "rank 0 only"
+        raise UsageError(
+            f"--ranks-out names rank {wrong[0]}, the output has {there}",
+            hint="--ranks-out chooses which ranks are written; --tp-out, --pp-out and --ep-out set how many there are",
+        )
     return tuple(sorted(set(target.ranks)))

@@ -149,7 +149,7 @@ def test_several_dicts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="select is 3"):
         ckpttool.open(path, select=3)  # type: ignore[arg-type]
     error = command("inspect", path, "--select", "ema", "--diff", path).err
-    assert "for OTHER of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first" in error
+    assert "for B of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first" in error
 
 
 def test_the_only_dict_is_found(tmp_path: Path) -> None:

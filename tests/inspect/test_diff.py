@@ -200,18 +200,18 @@ def test_text(forms: dict[str, Path], tmp_path: Path) -> None:
     assert (done.code, done.out) == (0, "equal: 21 tensors (names, dtypes, shapes, values compared)\n")
     assert ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--values").out == done.out
     near = ckpttool("inspect", forms["hf"], "--diff", forms["tp2"], "--atol", 0.5, "--rtol", 1e-3)
-    said = "equal: 21 tensors (names and shapes compared, values within 0.5 + 0.001 * |OTHER|)\n"
+    said = "equal: 21 tensors (names and shapes compared, values within 0.5 + 0.001 * |B|)\n"
     assert (near.code, near.out) == (0, said)
     other = save_hf(tmp_path / "other", {n: t for n, t in llama().items() if n != NORM}, CONFIG)
     done = ckpttool("inspect", forms["hf"], "--diff", other)
     assert done.code == 3
     columns = "difference\tname\twhat"
-    assert done.out.splitlines() == [f"{columns}\trelative\tcosine", f"only in SRC\t{NORM}\t\t\t"]
-    changed = "different: 0 of 20 tensors changed, 1 only in SRC (names, dtypes, shapes{} compared{})\n"
+    assert done.out.splitlines() == [f"{columns}\trelative\tcosine", f"only in A\t{NORM}\t\t\t"]
+    changed = "different: 0 of 20 tensors changed, 1 only in A (names, dtypes, shapes{} compared{})\n"
     assert done.err == changed.format(", values", "")
     done = ckpttool("inspect", forms["hf"], "--diff", other, "--headers-only")
     assert (done.code, done.err) == (3, changed.format("", "; values not compared"))
-    assert done.out.splitlines() == [columns, f"only in SRC\t{NORM}\t"]
+    assert done.out.splitlines() == [columns, f"only in A\t{NORM}\t"]
 
 
 def noisy(tensors: Tensors, names: dict[str, float]) -> Tensors:

@@ -98,7 +98,7 @@ def test_what_a_pointer_names_is_one_checkpoint_still(pointer: str, form: str, f
     (tmp_path / pointer).write_text(said + "\n", "utf-8")
     done = ckpttool("inspect", tmp_path)
     assert done.code == 0
-    assert "3 checkpoints of a run lie here: --checkpoints lists them" in done.err
+    assert "3 checkpoints of a run lie here: `ckpttool inspect RUN --checkpoints` lists them" in done.err
     assert form.format(10) in done.err
     answer = listed(tmp_path, "--checkpoints")
     assert (answer["resume"], answer["because"]) == (form.format(10), pointer)
@@ -123,7 +123,7 @@ def test_one_checkpoint_stays_one(tmp_path: Path) -> None:
     save(tmp_path, "checkpoint-500")
     answer = json.loads(ckpttool("inspect", tmp_path, "--json").out)
     assert answer["view"] == "tree"
-    assert answer["notes"] == ["1 checkpoint of a run lies here: --checkpoints lists them"]
+    assert answer["notes"] == ["1 checkpoint of a run lies here: `ckpttool inspect RUN --checkpoints` lists them"]
     assert rows(tmp_path, "--checkpoints") == [("checkpoint-500", 500, True)]
 
 

@@ -73,6 +73,25 @@ def session(*arguments: str, **environment: str) -> list[tuple[float, str]]:
     return found
 
 
+def test_the_timer_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signal may come while a module is imported, and an import within an import fails."""
+    drawn: list[bytes] = []
+
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"imports {name}")
+
+    line = status._StatusLine()
+    line.on = True
+    activity.begin("starting")
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    monkeypatch.setattr("os.write", lambda _, piece: drawn.append(piece))
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.__import__", refuse)
+        line.tick()
+    activity.begin("")
+    assert drawn[0].startswith(b"\r\x1b[Kstarting ... ")
+
+
 def test_a_slow_storage_has_a_line_within_a_moment_that_goes() -> None:
     found = session("inspect", "fixtures/llama_tp8")
     when, first = found[0]

@@ -75,7 +75,7 @@ def _only(value: Any, where: str) -> tuple[str, Any]:
                 f"tensors lie in {len(names)} places of the file: {some([printable(n) for n in names], 6)}",
                 where=where,
                 hint=f"choose one: --select {printable(names[0])}; --select {ALL} takes all, with dotted names; for"
-                " OTHER of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first",
+                " B of --diff, and one source of several, `ckpttool reshard FILE DIR --select PATH` first",
             )
         return ".".join(path), value
 
@@ -156,6 +156,8 @@ def _odd(name: str, v: Any, where: str) -> UnsupportedError:
             "save it as a plain one: .to_dense(), .dequantize(), .full_tensor() or .as_subclass(torch.Tensor); "
             "a meta tensor has no values"
         )
+        if kind.startswith("torch.distributed."):
+            hint = "this is the file of one rank: give the directory, with the files of all ranks"
     else:
         what = f"of class {printable(v.cls)}, not a plain dict or list"
         hint = "save what it holds: dict(x), list(x) or x.state_dict()"

@@ -48,6 +48,7 @@ from ckpttool.formats.registry import choose, is_multi_part, reader
 from ckpttool.formats.runs import RunError
 from ckpttool.ops.inspect.code import code_findings
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
+from ckpttool.ops.inspect.runs import other_saves
 from ckpttool.ops.inspect.soundness import NamedShape, tensor_findings
 from ckpttool.ops.inspect.source import PEFT, join, read
 from ckpttool.storage.listing import Listing, content, list_source
@@ -101,6 +102,8 @@ def check(
         _check_pickles(stored, files, result)
         for said in stored.findings:
             result.add(*said)
+        if others := other_saves(path, stored.files):
+            result.notes += [*stored.notes, *others]  # which of them was checked
     result.checked["file"] = len(files)
     result.format = stored.format if isinstance(stored, StoredCheckpoint) else _format(chosen, result)
     complete = all(f.sound for f in files)

@@ -1,6 +1,6 @@
 """How far two checkpoints are apart, by layer and by module: what training, or a merge, has changed most.
 
-The change of several tensors together is relative: the norm of all their differences by the norm of all of OTHER's
+The change of several tensors together is relative: the norm of all their differences by the norm of all of B's
 tensors. So a layer counts as a whole, and a small tensor in it does not stand for it.
 """
 
@@ -22,7 +22,7 @@ class Apart(NamedTuple):
     gap2: float | None
     """Square of the norm of the difference; None for elements smaller than a byte."""
     norm2: float | None
-    """Square of the norm of OTHER's tensor."""
+    """Square of the norm of B's tensor."""
     changed: bool
 
 
@@ -32,7 +32,7 @@ class Drifted(NamedTuple):
     name: str
     """``model.layers.3``; ``mlp.up_proj``; of what is in no layer the module, such as ``lm_head``."""
     relative: float | None
-    """Norm of the difference by the norm of OTHER; None where elements are smaller than a byte."""
+    """Norm of the difference by the norm of B; None where elements are smaller than a byte."""
     tensors: int
     """Those whose elements were compared."""
     changed: int

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpttool.answers.findings import ERROR, SEVERITY
-from ckpttool.core.files import AnyPlace, Place
+from ckpttool.core.files import AnyPlace, DataFile, Place
 from ckpttool.core.mesh import Mesh
-from ckpttool.core.words import natural, some
+from ckpttool.core.words import count, natural, some
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, UsageError
 from ckpttool.formats.base import OpenOptions, StoredCheckpoint
 from ckpttool.formats.registry import run_at
-from ckpttool.formats.runs import RunSave, TrainingRun, names_in, unwritten
+from ckpttool.formats.runs import RunSave, TrainingRun, named_saves, names_in, unwritten
 from ckpttool.ops.inspect.listing import mesh_text, sharding_of
 from ckpttool.ops.inspect.source import read
-from ckpttool.storage.listing import WEIGHTS
+from ckpttool.storage.listing import WEIGHTS, list_source
 from ckpttool.storage.place import FileInFolder, files_in, parse_place, scan
 
 _BROKEN = (IncompleteError, CorruptError, ConflictError)
@@ -116,7 +116,7 @@ def pick_save(src: AnyPlace, name: str) -> Place:
     raise UsageError(
         f"no checkpoint `{name}` here",
         where=str(path),
-        hint=f"its checkpoints: {some(names, 6)}" if names else "give two paths: inspect SRC --diff OTHER",
+        hint=f"its checkpoints: {some(names, 6)}" if names else "give two paths: ckpttool diff A B",
     )
 
 
@@ -248,3 +248,14 @@ def _warnings(run: TrainingRun, rows: Sequence[SavedCheckpoint], resume: str) ->
     if not run.pointer and last is not None and last.complete is False and resume:
         out.append(f"{last.name} is not complete: a trainer that takes the highest step would resume from it")
     return out
+
+
+def other_saves(path: Place, read: Iterable[DataFile]) -> list[str]:
+    """A note where the files that were read are one of several checkpoints at ``path``."""
+    source = list_source(path)
+    saves = [] if source.single else named_saves(source)
+    own = any(f.place.parent == source.root for f in read)
+    if len(saves) + own < 2:
+        return []
+    lie = "lies" if len(saves) == 1 else "lie"
+    return [f"{count(len(saves), 'checkpoint')} of a run {lie} here: `ckpttool inspect RUN --checkpoints` lists them"]

@@ -91,8 +91,8 @@ class MergeBuilder:
         raise ConflictError(
             f"the models have different shapes in {len(self._wrong)} tensors",
             where=_first(list(self._wrong.values())),
-            hint="--vocab min cuts all vocabularies to the smallest, max takes missing rows from the base or the first"
-            " model that has them, base keeps the base's rows; or set `tokenizer:` in a recipe"
+            hint="choose the rows with --vocab: min (of the smallest vocabulary), max (missing rows from the base, or"
+            " the first model that has them) or base; or set `tokenizer:` in a recipe"
             if all(has_vocabulary(n) for n in self._wrong)
             else "only models of one architecture and size can be merged",
         )

@@ -234,7 +234,7 @@ complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l checkpoints -d 
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l imports -d 'What the pickles in SRC would import; exit 3 when one is dangerous.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l suggest-family -d 'Print a family file to start from, if no built-in family fits.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l check -d 'Look for problems, and prove a manifest\'s checksums; exit 3 on an error.'
-complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l diff -r -F -d 'Compare all values with OTHER; exit 3 when they differ.'
+complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l diff -r -F -d 'Compare all values with B; exit 3 when they differ.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l depth -x -d 'Levels of the tree.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l from -x -a 'hf ranks deepseek vllm trtllm unified hybrid zcc flex program torch-bin meta dcp universal megatron-dist megatron pdparams fsdp bytecheckpoint deepspeed gguf diffusers sentence-transformers' -d 'Format of SRC, see Formats; default: detected.'
 complete -c ckpttool -n '__fish_seen_subcommand_from inspect' -l tp -x -d 'Tensor-parallel ranks of SRC.'
@@ -262,7 +262,7 @@ complete -c ckpttool -n __fish_use_subcommand -a diff -d 'Compare two checkpoint
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -F
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l headers-only -d 'Compare names, dtypes and shapes only.'
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l atol -x -d 'Absolute tolerance, dtypes may differ.'
-complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l rtol -x -d 'Tolerance relative to OTHER.'
+complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l rtol -x -d 'Tolerance relative to B.'
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l filter -x -d 'Only these tensors: a glob or re:REGEX (repeatable).'
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l only -x -a 'model adapter master_weights optimizer ema' -d 'Only model, adapter, master_weights, optimizer or ema (repeatable).'
 complete -c ckpttool -n '__fish_seen_subcommand_from diff' -l html -r -F -d 'Write an HTML report to FILE.'

@@ -87,11 +87,11 @@ class DiffView(ComparingView["DiffAnswer"]):
     """Names, dtypes, shapes and values; without the values on request."""
 
     name = "diff"
-    diff: AnyPlace | None = value("--diff", "OTHER", "Compare all values with OTHER; exit 3 when they differ.")
+    diff: AnyPlace | None = value("--diff", "B", "Compare all values with B; exit 3 when they differ.")
     headers_only: bool = flag("--headers-only", "With --diff: compare names, dtypes and shapes only.")
     values: bool = flag("--values", "With --check: also read the values; --diff reads them by default.")
     atol: float | None = value("--atol", "X", "With --diff: absolute tolerance, dtypes may differ.", float, least=0)
-    rtol: float | None = value("--rtol", "X", "With --diff: tolerance relative to OTHER.", float, least=0)
+    rtol: float | None = value("--rtol", "X", "With --diff: tolerance relative to B.", float, least=0)
     check: bool = False
 
     @property
@@ -165,14 +165,14 @@ class DiffAnswer(ResultAnswer):
         parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
         how = (f"{parts}; " if set(result.by_component) - {"model"} else "") + _how(result)
         if not result.ok:
-            sides = (("SRC", result.only_left), ("OTHER", result.only_right))
+            sides = (("A", result.only_left), ("B", result.only_right))
             alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
             yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"
         elif not result.values:
             yield f"same names, dtypes and shapes in {compared}; values not compared"
         else:
             yield f"{'equal' if result.equal else 'no difference'}: {compared} ({how})"
-        for side, components in (("SRC", result.components_left), ("OTHER", result.components_right)):
+        for side, components in (("A", result.components_left), ("B", result.components_right)):
             if components:
                 yield f"not compared: {', '.join(components)}, only in {side}"
         if result.components_failed:
@@ -181,8 +181,8 @@ class DiffAnswer(ResultAnswer):
     def _kinds(self) -> list[tuple[str, str, str]]:
         """Kind, name and description of each difference that is not one of values."""
         result = self.result
-        out = [("only in SRC", name, "") for name in result.only_left]
-        out += [("only in OTHER", name, "") for name in result.only_right]
+        out = [("only in A", name, "") for name in result.only_left]
+        out += [("only in B", name, "") for name in result.only_right]
         out += [("shape", m.name, f"{m.left} and {m.right}") for m in result.shapes]
         return out + [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
 
@@ -303,4 +303,4 @@ def _how(result: DiffResult) -> str:
     if result.tolerance is None:
         return "names, dtypes, shapes, values compared"
     near = result.tolerance
-    return f"names and shapes compared, values within {near.atol:g} + {near.rtol:g} * |OTHER|"
+    return f"names and shapes compared, values within {near.atol:g} + {near.rtol:g} * |B|"

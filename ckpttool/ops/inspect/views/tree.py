@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.document import Section
-from ckpttool.core.words import count
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.ops.inspect.views.base import InspectedSource, ListingAnswer, View, ViewAnswer, narrows, value
 
 if TYPE_CHECKING:
     from ckpttool.core.files import AnyPlace
-    from ckpttool.ops.inspect.listing import TensorListing, TensorRow
+    from ckpttool.ops.inspect.listing import TensorRow
     from ckpttool.ops.inspect.tree import Summed, TreeLine, TreeNode
     from ckpttool.ops.inspect.views.runs import RunAnswer
 
@@ -39,6 +38,7 @@ class TreeView(View["TreeAnswer | RunAnswer"]):
 
     def look(self, at: InspectedSource) -> TreeAnswer | RunAnswer:
         from ckpttool.ops.inspect.code import code_note
+        from ckpttool.ops.inspect.runs import other_saves
         from ckpttool.storage.listing import list_source
         from ckpttool.storage.place import parse_place
 
@@ -51,8 +51,7 @@ class TreeView(View["TreeAnswer | RunAnswer"]):
             from ckpttool.ops.inspect.views.runs import RunAnswer
 
             return RunAnswer.of(at)
-        if beside := _other_saves(listing):
-            listing.notes = [*listing.notes, beside]
+        listing.notes = [*listing.notes, *other_saves(listing.path, listing.files)]
         read = {*(f.place for f in listing.files), *listing.stored.indexes}
         note = code_note(list_source(parse_place(at.src)), read)
         listing.notes = [*listing.notes, note] if note else listing.notes
@@ -78,20 +77,6 @@ def _holds_saves(src: AnyPlace) -> bool:
         return False
     own = any(n.endswith(WEIGHTS) and step_of(n) is None for n in source.names)
     return not source.single and not own and len(named_saves(source)) > 1
-
-
-def _other_saves(listing: TensorListing) -> str:
-    """A note where SRC is one of several checkpoints of a run, or has some in its directories; "" elsewhere."""
-    from ckpttool.formats.runs import named_saves
-    from ckpttool.storage.listing import list_source
-
-    source = list_source(listing.path)
-    saves = [] if source.single else named_saves(source)
-    own = any(f.place.parent == source.root for f in listing.files)
-    if len(saves) + own < 2:
-        return ""
-    lie = "lies" if len(saves) == 1 else "lie"
-    return f"{count(len(saves), 'checkpoint')} of a run {lie} here: --checkpoints lists them"
 
 
 class TreeAnswer(ListingAnswer):
