@@ -310,8 +310,7 @@ def size(
 
     Args:
         src: a checkpoint, or a config.json.
-        recipe: as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; block by default, as-is for what is
-            quantized.
+        recipe: as-is, bf16, tensor, channel, block, mxfp8, nvfp4 or mxfp4; as-is by default.
         block: sides of a block, (128, 128) or ``"128x128"``; scale_dtype, quant_method, static_act, edge, keep,
             include and preset change the recipe as the options of these names do.
         mtp: count the multi-token-prediction layers.

@@ -82,7 +82,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         word, *rest = args
-        return super().resolve_command(ctx, [ALIASES.get(word, word), *rest])
+        return super().resolve_command(ctx, [*ALIASES.get(word, word).split(), *rest])
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         return in_order(super().get_help_option_names(ctx))

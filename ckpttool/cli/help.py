@@ -68,8 +68,8 @@ TASKS = (
 )
 """The commands by task, as ``ckpttool`` alone lists them."""
 
-ALIASES = {"fp8-cast": "quantize", "fp8-size": "size"}
-"""Former names of commands, which go on working and are not listed."""
+ALIASES = {"fp8-cast": "quantize", "fp8-size": "size --recipe block"}
+"""Former names of commands, which go on working and are not listed: a command, and options that were its defaults."""
 
 EXAMPLES = {
     "reshard": (

@@ -23,7 +23,7 @@ def help_(
     if not commands:
         typer.echo(whole.get_help())
     for word in commands or ():
-        name = ALIASES.get(word, word)
+        name = ALIASES.get(word, word).partition(" ")[0]
         if name not in known:
             raise no_such_command(word, whole.command)
         with known[name].make_context(name, [], parent=whole, resilient_parsing=True) as asked:

@@ -26,7 +26,7 @@ class SizeOptions(options.QuantOptions):
         value(
             "--recipe",
             "RECIPE",
-            f"{', '.join(choices.SIZED)}; default: block.",
+            f"{', '.join(choices.SIZED)}; default: as-is.",
             choices.SIZED,
         ),
     ] = ""

@@ -134,7 +134,10 @@ def _fit(report: SizeReport, f: DeviceFit, unit: str) -> Iterator[str]:
         yield f"fits: {most}{sizes} on {gpus} {device}, {difference} left"
     else:
         yield f"does not fit: needs {difference} more on {gpus}: {most}{sizes} {device}"
-        tried = [f"{r.options} ({_SizeUnit.of(unit, r.needed).say(r.needed)})" for r in report.remedies]
+        tried = []
+        for r in report.remedies:
+            size = _SizeUnit.of(unit, r.needed).say(r.needed)
+            tried.append(f"{r.options} ({size if r.gpus == f.gpus else f'{size} on {_gpus(r.gpus)}'})")
         yield f"would fit: {either(tried)}" if tried else "no change tried fits: try several nodes, or a larger GPU"
     if f.tokens:
         yield f"room for {f.tokens:,} tokens of KV cache"
@@ -233,7 +236,7 @@ def _ranks(report: SizeReport, found: RankLoads, unit: str) -> Iterator[Sequence
     if padded > rows:
         lines.append(f"vocabulary of {rows:,} padded to {padded:,}")
     if any(g.coding is not None and g.coding.sides[0] for g in report.applied.groups):
-        lines.append("block scales count as F32: engines hold them so")
+        lines.append("block scales count as F32, as engines hold them")
     if found.misfits:
         lines += [f"not possible: `{plain(m.name)}` {shape(m.shape)}: {m.why}" for m in found.misfits]
     elif found.checked:

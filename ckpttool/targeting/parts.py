@@ -62,7 +62,8 @@ def plan_parts(source: Checkpoint, target: Target, selection: Selection, recodin
         if recoding is not None:
             return plan_recoded(one, recoding, target, chosen)
         planned = plan_target(one, target, chosen)
-        planned.notes += unused_masters(given, planned.source.catalog, planned.dtype)
+        if one is given:
+            planned.notes += unused_masters(one, planned.source.catalog, planned.dtype)
         return planned
 
     parts = parts_of(source.stored)

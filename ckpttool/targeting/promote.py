@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
@@ -43,6 +44,8 @@ def promoted(source: Checkpoint, target: Target) -> tuple[Checkpoint, Target]:
     if without:
         have = f"{count(len(without), 'tensor')} {'has' if len(without) == 1 else 'have'} no {_NAMES[component]}"
         notes.append(f"{have}: written from the model: {some([f'`{n}`' for n in without], 3)}")
+    if target.ema and not target.dtype:
+        notes += _narrowed(source, tensors)
     dtypes = {t.dtype for k, t in source.catalog.tensors.items() if k.component == component}
     dtype = target.dtype or ("" if target.ema else DTYPES[dtypes.pop() if len(dtypes) == 1 else "F32"].name.lower())
     kept = tuple(c for c in WEIGHTS if any(k.component == c for k in tensors))
@@ -65,6 +68,16 @@ def unused_masters(source: Checkpoint, written: Catalog, dtype: str) -> list[str
     if kept or not narrow or (dtype and all(DTYPES[dtype].bits <= DTYPES[d].bits for d in narrow)):
         return []
     return [f"the weights of SRC are {some(narrow)}: --masters writes its float32 master weights instead"]
+
+
+def _narrowed(source: Checkpoint, averages: Mapping[Key, LogicalTensor]) -> list[str]:
+    """A note where averages are rounded to the dtypes of the weights."""
+    held = ((t.dtype, source.catalog.tensors.get(Key(k.name, _AVERAGE))) for k, t in averages.items())
+    pairs = [(own, t.dtype) for own, t in held if t is not None and DTYPES[own].bits < DTYPES[t.dtype].bits]
+    if not pairs:
+        return []
+    narrow, wide = (some(sorted({*column})) for column in zip(*pairs, strict=True))
+    return [f"the average is {wide}, and written as {narrow} like the weights; --dtype f32 keeps it"]
 
 
 def _none_there(source: Checkpoint, component: str, flag: str) -> UsageError:

@@ -165,7 +165,7 @@ def test_one_rank_of_several() -> None:
     for src in (rank, rank / MODEL, rank / OPTIMIZER):
         done = ckpttool("inspect", src)
         assert done.code == 2
-        assert f"hint: give the directory of all: {EXPERTS / SAVE}" in done.err
+        assert f"hint: pass the directory of all ranks: {EXPERTS / SAVE}" in done.err
         assert ("--from torch-bin" in done.err) == (src != rank)
     assert ckpttool("inspect", rank / MODEL, "--from", "torch-bin").code == 0
 

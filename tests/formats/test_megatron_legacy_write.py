@@ -514,3 +514,12 @@ def test_megatrons_own_training_is_kept(tmp_path: Path) -> None:
     assert (first["wd_mult"], first["max_lr"], first["pre"], first["step"]) == (1.0, 2e-3, "x", 7)
     assert second["wd_mult"] == 0.0
     assert json.loads((tmp_path / "two/config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("source", ["legacy/qwen3_moe_tp2_ep2", "dist/llama_tp2"])
+def test_one_rank_of_a_run_stays_in_its_format(source: str, tmp_path: Path) -> None:
+    """Without --to the optimizer comes along, also to one rank."""
+    done = reshard(FIXTURES / "megatron" / source, tmp_path / "out", "--tp-out", 1, "--ep-out", 1, "--verify")
+    assert ckpttool("diff", FIXTURES / "megatron" / source, tmp_path / "out").code == 0
+    assert "note: written as megatron" in done.err
+    assert "left out" not in done.err

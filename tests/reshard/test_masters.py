@@ -214,6 +214,18 @@ def test_one_note_names_masters_that_are_not_used(options: list[str], noted: boo
     assert done.err.count(NOTE) == noted, done.err
 
 
+def test_the_average_is_rounded_with_a_note(tmp_path: Path) -> None:
+    """It is float32 and gets the dtype of the weights; master weights are no better a model than an average."""
+    done = reshard(ZCC, tmp_path / "out", "--to", "hf", "--ema")
+    assert {t.dtype for t in read_all(tmp_path / "out").values()} == {"BF16", "F32"}
+    assert done.err.count("the average is F32, and written as BF16 like the weights; --dtype f32 keeps it") == 1
+    assert NOTE not in done.err
+    wide = reshard(ZCC, tmp_path / "wide", "--to", "hf", "--ema", "--dtype", "f32")
+    assert {t.dtype for t in read_all(tmp_path / "wide").values()} == {"F32"}
+    assert "the average is" not in wide.err
+    assert NOTE not in wide.err
+
+
 def test_no_note_where_weights_are_their_own_masters(tmp_path: Path) -> None:
     done = reshard(save_run(tmp_path / "run", names(masters=False)), tmp_path / "out", "--dry-run", "--to", "hf")
     assert "--masters" not in done.err

@@ -248,7 +248,13 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
 
 
 def test_recipes_choose_themselves(llama: Path, tmp_path: Path) -> None:
-    assert size_of(llama)["recipe"]["name"] == "block"
+    """As the model is, until an option of a recipe asks for one; the former name of the command asks for FP8."""
+    plain = size_of(llama)
+    assert plain["recipe"]["name"] == "as-is"
+    assert plain["bytes"] == 2 * plain["parameters"] == size_of(llama, "--recipe", "bf16")["bytes"]
+    assert size_of(llama, "--block", "64x64")["recipe"]["name"] == "block"
+    for options, name in (((), "block"), (("--recipe", "mxfp8"), "mxfp8")):
+        assert json.loads(ckpttool("fp8-size", llama, *options, "--json").out)["recipe"]["name"] == name
     quantized = tmp_path / "quantized.json"
     quantized.write_text(json.dumps(small(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})))
     data = size_of(quantized)
@@ -266,7 +272,7 @@ def test_as_is_keeps_what_the_config_keeps(tmp_path: Path) -> None:
 
 
 def test_keep_and_include(llama: Path) -> None:
-    plain = size_of(llama)["dtypes"]["F8_E4M3"]["tensors"]
+    plain = size_of(llama, "--recipe", "block")["dtypes"]["F8_E4M3"]["tensors"]
     assert size_of(llama, "--keep", "*.layers.0.*")["dtypes"]["F8_E4M3"]["tensors"] == plain - 7
     assert size_of(llama, "--include", "lm_head.*")["dtypes"]["F8_E4M3"]["tensors"] == plain + 1
     assert "nothing to quantize" in refused(llama, "--keep-preset", "experts-only")
@@ -276,7 +282,7 @@ def test_keep_and_include(llama: Path) -> None:
 def test_edges(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small(intermediate_size=500)))
-    assert size_of(path)["dtypes"]["F8_E4M3"]["tensors"] == 14
+    assert size_of(path, "--recipe", "block")["dtypes"]["F8_E4M3"]["tensors"] == 14
     skipped = size_of(path, "--edge", "skip")
     assert skipped["recipe"]["kept"]["--edge skip"] == 6
     assert "not a multiple of blocks" in refused(path, "--edge", "error", code=1)
@@ -299,7 +305,7 @@ def test_static_activations_have_a_scale_each(llama: Path) -> None:
         (("--no-mtp",), "no multi-token-prediction layers"),
         (("--by", "size"), "not one of"),
         (("--unit", "MB"), "not one of"),
-        (("--tokens", 5), "--tokens has no effect without --kv"),
+        (("--tokens", 5), "also pass --kv bf16 or --kv fp8"),
         (("--kv", "bf16", "--batch", 2), "--batch has no effect without --tokens"),
         (("--kv", "bf16", "--max-model-len", 2), "--max-model-len has no effect without --tokens"),
         (("--kv", "fp8_ds_mla"), "no latent attention"),
@@ -336,7 +342,6 @@ def test_an_index_is_checked_where_nothing_can_be_quantized(tmp_path: Path) -> N
     src = indexed(tmp_path, 4, x=np.zeros(1, "float32"))
     data = size_of(src, "--check-total-size")
     assert (data["recipe"]["name"], data["total_size"]["ok"]) == ("as-is", True)
-    assert "nothing to quantize" in refused(src)
     assert "nothing to quantize" in refused(src, "--check-total-size", "--recipe", "block")
 
 
@@ -346,11 +351,11 @@ def test_an_index_is_checked_where_nothing_can_be_quantized(tmp_path: Path) -> N
 def test_blocks_that_a_cut_tears(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(small(intermediate_size=640, num_key_value_heads=4)))
-    data = size_of(config, "--tp-out", 2, code=3)
+    data = size_of(config, "--recipe", "block", "--tp-out", 2, code=3)
     assert not data["ranks"]["feasible"]
     assert data["ranks"]["possible_tp"] == [1]
     assert data["ranks"]["misfits"][0]["shape"] == [640, 256]
-    text = ckpttool("size", config, "--tp-out", 2).out
+    text = ckpttool("size", config, "--recipe", "block", "--tp-out", 2).out
     assert "not possible: `model.layers.0.mlp.gate_proj.weight` [640, 256]: a rank has 320 of its 640 rows" in text
     assert "possible: --tp-out 1" in text
 
@@ -482,10 +487,10 @@ def test_json(llama: Path) -> None:
 
 def test_tables(llama: Path) -> None:
     for by, word in (("class", "dense mlp"), ("dtype", "F8_E4M3"), ("module", "model.layers.*.mlp.down_proj")):
-        out = ckpttool("size", llama, "--by", by).out
+        out = ckpttool("size", llama, "--recipe", "block", "--by", by).out
         assert word in out
         assert "█" not in out
-    listed = ckpttool("size", llama, "--by", "tensor", "--unit", "B").out
+    listed = ckpttool("size", llama, "--recipe", "block", "--by", "tensor", "--unit", "B").out
     assert "model.layers.1.mlp.down_proj.weight_scale_inv" in listed
     assert "GiB  " not in listed
 
@@ -500,7 +505,7 @@ def test_bars_on_a_terminal(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_tensors_stand_in_model_order(llama: Path) -> None:
-    names = [t["name"] for t in size_of(llama, "--by", "tensor")["tensors"]]
+    names = [t["name"] for t in size_of(llama, "--recipe", "block", "--by", "tensor")["tensors"]]
     assert names[0] == "model.embed_tokens.weight"
     assert names[-2:] == ["lm_head.weight", "model.norm.weight"] or names[-1] == "lm_head.weight"
     at = names.index("model.layers.0.self_attn.q_proj.weight")
@@ -589,7 +594,22 @@ def test_remedies_of_training(llama: Path) -> None:
     asked = ("--recipe", "bf16", "--train", "--dp", 8)
     needed = size_of(llama, *asked, "--gpu", "h100")["fit"]["needed"]
     found = size_of(llama, *asked, "--gpu", needed, code=3)["fit"]["would_fit"]
-    assert [r["options"] for r in found] == ["--tp-out 2", "--zero 2"]
+    assert [(r["options"], r["gpus"]) for r in found] == [("--tp-out 2", 16), ("--zero 2", 8)]
+
+
+def test_remedies_of_training_on_one_gpu(tmp_path: Path) -> None:
+    """More data-parallel ranks with ZeRO-3, by hand: 18 bytes of each parameter, shared by all GPUs."""
+    config, memory = write_config(tmp_path, "Llama-3-70B"), 81_559 * 2**20
+    asked = ("--recipe", "bf16", "--train", "--gpu", "h100")
+    found = {r["options"]: r for r in size_of(config, *asked, code=3)["fit"]["would_fit"]}
+    whole = 18 * 70_553_706_496
+    gpus = next(n for n in (2, 4, 8, 16, 32, 64) if whole / n <= memory * 0.9)
+    zero = found[f"--dp {gpus} --zero 3"]
+    assert zero["gpus"] == gpus
+    assert 0 <= zero["needed"] - whole // gpus < 16
+    assert [r for r in size_of(config, *asked, "--zero", 0, code=3)["fit"]["would_fit"] if "dp" in r["options"]] == []
+    said = verdict(config, *asked, code=3)
+    assert f"--dp {gpus} --zero 3 ({zero['needed'] / 1e9:.1f} GB on each of {gpus} GPUs)" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def latents(tp: int, tokens: int) -> int:
     [
         ("Llama-3-70B", ("--recipe", "bf16"), dense, {1: False, 2: True}),
         ("Mixtral-8x7B", ("--recipe", "channel", "--kv", "fp8"), experts, {1: True, 2: True}),
-        ("DeepSeek-V3", ("--no-mtp",), latents, {8: False, 16: True}),
+        ("DeepSeek-V3", ("--recipe", "block", "--no-mtp"), latents, {8: False, 16: True}),
     ],
     ids=["dense", "experts", "latents"],
 )

@@ -98,6 +98,7 @@ class MegatronDist:
         counts_steps=True,
         own_files=r"common\.pt|.*\.distcp",
         states="torch",
+        default_target=True,
         views=True,
         free_padding=True,
     )

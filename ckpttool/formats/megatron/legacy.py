@@ -87,6 +87,7 @@ class Megatron:
         counts_steps=True,
         float32=("*.mlp.router.expert_bias",),
         one_dtype=True,
+        default_target=True,
         views=True,
     )
 
@@ -118,9 +119,10 @@ class Megatron:
         if _is_of_one_rank(listing):
             alone = "--from torch-bin, which takes the tensors of this file for a model"
             raise UsageError(
-                "this is of one of the ranks of a checkpoint",
+                "this is one rank of a checkpoint",
                 where=str(listing.path(listing.single)),
-                hint=f"give the directory of all: {listing.root.parent}" + (f"; or {alone}" if listing.single else ""),
+                hint=f"pass the directory of all ranks: {listing.root.parent}"
+                + (f"; or {alone}" if listing.single else ""),
             )
         save = run.find(listing, is_save=is_save(listing))
         return _LegacyReader(self.name, save, options).read()

@@ -29,6 +29,8 @@ BY = ("class", "dtype", "module", "tensor")
 """Values of --by."""
 NOT_MODELLED = ("activations", "CUDA graphs", "allocator fragmentation", "NCCL buffers")
 """Uses of a device's memory that no number here contains; what --utilization leaves is for them."""
+_PASSED = {"--kv": "--kv bf16 or --kv fp8", "--gpu": "--gpu h100, or its memory: --gpu 80GB"}
+"""Options that another needs, with values to choose from."""
 UTILIZATION = 0.9
 """The default share of a device's memory for what is counted."""
 
@@ -121,6 +123,8 @@ class Remedy:
     options: str
     needed: int
     """Bytes on the most loaded rank."""
+    gpus: int
+    """Devices of the deployment, or of one training run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +191,7 @@ def answer(src: AnyPlace, options: OpenOptions, question: Question) -> SizeRepor
 
 
 def _sizes(model: SizedModel, question: Question) -> SizeReport:
-    # An index is right or wrong whatever becomes of the weights.
-    applied = apply(model, question.wanted, or_as_it_is=question.check_total_size and model.checkpoint is not None)
+    applied = apply(model, question.wanted)
     if question.fp8_transposed and not applied.quantized:
         raise UsageError(f"--fp8-transposed has no effect with recipe {applied.recipe}", hint="--recipe block")
     out = SizeReport(model, applied, on_disk(model, applied, question.max_shard_size), notes=list(model.notes))
@@ -283,9 +286,9 @@ def _ranks(out: SizeReport, q: Question) -> None:
 
 
 def _gpus_for_weights(out: SizeReport) -> Iterator[GpuChoice]:
-    """For each common GPU the fewest of 1, 2, 4 or 8 that have room for the weights, cut by tensor parallelism."""
+    """For each common GPU the fewest of 1, 2, 4, 8 or 16 that have room for the weights, cut by tensor parallelism."""
     check_sizes(out.model.family, out.model.config)
-    loads = tensor_parallel_loads(out.model, out.applied, (1, 2, 4, 8), 64)
+    loads = tensor_parallel_loads(out.model, out.applied, (1, 2, 4, 8, 16), 64)
     for device in COMMON:
         room = budget(device.memory)
         if found := next(((n, size) for n, size in loads.items() if size <= room), None):
@@ -318,7 +321,11 @@ def _ways(out: SizeReport, q: Question) -> Iterator[list[dict[str, str | int]]]:
     mesh = out.ranks.mesh if out.ranks else Mesh()
     yield [{"--tp-out": n} for n in (2, 4, 8, 16, 32, 64) if n > mesh.tp]
     if q.train:
-        yield [{"--zero": n} for n in (2, 3) if (q.dp or 1) > 1 and n > (1 if q.zero is None else q.zero)]
+        if (q.dp or 1) > 1:
+            yield [{"--zero": n} for n in (2, 3) if n > (1 if q.zero is None else q.zero)]
+        elif q.zero != 0:
+            zero: dict[str, str | int] = {"--zero": 3} if q.zero is None else {}
+            yield [{"--dp": n, **zero} for n in (2, 4, 8, 16, 32, 64, 128, 256, 512)]
         return
     if not q.wanted.options():
         bits = 16 if not out.applied.quantized else 8 if out.applied.recipe in ("tensor", "channel", "block") else 4
@@ -330,7 +337,7 @@ def _ways(out: SizeReport, q: Question) -> Iterator[list[dict[str, str | int]]]:
         yield [{"--tokens": n}]
 
 
-_FIELDS = {"--tp-out": "tp", "--kv": "kv", "--tokens": "tokens", "--zero": "zero"}
+_FIELDS = {"--tp-out": "tp", "--kv": "kv", "--tokens": "tokens", "--zero": "zero", "--dp": "dp"}
 
 
 def _remedy(model: SizedModel, question: Question, changes: Mapping[str, str | int]) -> Remedy | None:
@@ -343,7 +350,7 @@ def _remedy(model: SizedModel, question: Question, changes: Mapping[str, str | i
         return None
     if not tried.ok or tried.fit is None:
         return None
-    return Remedy(" ".join(f"{o} {v}" for o, v in changes.items()), tried.fit.needed)
+    return Remedy(" ".join(f"{o} {v}" for o, v in changes.items()), tried.fit.needed, tried.fit.gpus)
 
 
 def _needed(out: SizeReport) -> list[int]:

@@ -19,7 +19,7 @@ from ckpttool.layout.scales import config_block
 from ckpttool.ops.size.coding import Coding, of_coded, of_scheme
 from ckpttool.ops.size.model import CONFIG_ALONE, SizedModel, SizedTensor
 from ckpttool.ops.size.names import CLASSES, class_of, module_of
-from ckpttool.quant.config import config_scheme, section
+from ckpttool.quant.config import config_scheme
 from ckpttool.quant.keep import Keep, Treated, Weight, for_family, kept_words, treat
 from ckpttool.quant.scheme import RECIPES, Form, Scheme, check_together, scheme
 
@@ -173,19 +173,17 @@ def _row(h: SizedTensor, g: WeightGroup | None = None) -> OutputRow:
     return OutputRow(h.name, h.dtype, h.shape, kind, parameters, elements, nbytes(h.dtype, elements, where=h.name))
 
 
-def apply(model: SizedModel, wanted: WantedRecipe, *, or_as_it_is: bool = False) -> Applied:
+def apply(model: SizedModel, wanted: WantedRecipe) -> Applied:
     """Work out what is stored.
 
-    ``or_as_it_is``: where no recipe is wanted and none would do anything, that is what the files hold. Raises
-    UsageError for options that do nothing and when there is nothing to quantize, LayoutError as ``quant.forms`` does.
+    Raises UsageError for options that do nothing and when there is nothing to quantize, LayoutError as
+    ``quant.forms`` does.
     """
     recipe = wanted.recipe
     if recipe and recipe not in CHOICES:
         raise UsageError(f"unknown recipe `{recipe}`", hint="recipes: " + ", ".join(CHOICES))
     if not recipe:
-        already = model.codes.weights or model.foreign or (model.format == CONFIG_ALONE and section(model.config))
-        # Options of a recipe ask for one; they would do nothing to what there is.
-        recipe = AS_IS if already and not wanted.options() else "block"
+        recipe = "block" if wanted.options() else AS_IS  # options of a recipe ask for one
     if recipe in (AS_IS, PLAIN) and (options := wanted.options()):
         raise UsageError(f"{options[0]} has no effect with recipe {recipe}", hint="omit it, or choose another --recipe")
     as_it_is = recipe == AS_IS and model.format != CONFIG_ALONE
@@ -193,10 +191,7 @@ def apply(model: SizedModel, wanted: WantedRecipe, *, or_as_it_is: bool = False)
         raise model.foreign
     out = _stored(model) if as_it_is else _treated(model, recipe, wanted)
     if recipe in RECIPES:
-        if or_as_it_is and not out.quantized and wanted == WantedRecipe():
-            out = _stored(model)
-        else:
-            _something(model, out.groups)
+        _something(model, out.groups)
         check_together((g.weight.name, [Form(h.role, *h[:3]) for h in g.held]) for g in out.groups if g.coding)
     _sum(out)
     return out
