@@ -71,7 +71,7 @@ def test_sarif_explains_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     uris = {r["id"]: r["helpUri"] for r in driver["rules"]}
     assert driver["informationUri"] == "https://example.org/docs"
     assert uris["truncated"] == "https://example.org/docs/findings.html"
-    assert uris["params-count"] == "https://example.org/docs/convert-json/findings.html"
+    assert uris["params-count"] == "https://example.org/docs/findings.html"
 
 
 def test_a_fingerprint_is_of_the_problem_alone() -> None:
