@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         convert,
         diff,
         drop_keys,
+        make_report,
         merge,
         size,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "convert",
     "diff",
     "drop_keys",
+    "make_report",
     "merge",
     "open",
     "size",

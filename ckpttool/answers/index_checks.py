@@ -1,4 +1,4 @@
-"""An index and its files against each other: what ``inspect --check`` and ``convert-json --index --check`` find."""
+"""An index and its files against each other: what ``check`` and ``convert-json --index --check`` find."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ the commands that need no open checkpoint. Every expected failure is a ``CkptErr
 
 from ckpttool.answers.findings import CheckResult, Finding
 from ckpttool.api.checkpoint import Checkpoint, open_
-from ckpttool.api.commands import check, convert, diff, drop_keys, merge, size
+from ckpttool.api.commands import check, convert, diff, drop_keys, make_report, merge, size
 from ckpttool.api.plans import Conversion, Dropping, Merging, Plan, Resharding
 from ckpttool.api.results import Report, Size, Written
 from ckpttool.api.show import in_notebooks
@@ -35,6 +35,7 @@ __all__ = [
     "convert",
     "diff",
     "drop_keys",
+    "make_report",
     "merge",
     "open_",
     "size",

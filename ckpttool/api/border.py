@@ -43,8 +43,21 @@ ARGUMENTS = {
     "tp-out": "tp",
 }
 """Options whose argument has another name; the others are called alike."""
+_MEANT = {
+    "exist_ok": "force=True",
+    "expert_parallel": "ep=",
+    "format": "to=",
+    "headers_only": "values=False",
+    "html": "file=",
+    "overwrite": "force=True",
+    "pipeline_parallel": "pp=",
+    "tensor_parallel": "tp=",
+}
+"""What is meant by arguments that a function does not have."""
 _OF_SOURCE = frozenset(("tp", "pp", "ep", "etp", "sharding", "from"))
 """Options about the source: arguments of ``open`` even where the function has one of the same name."""
+_OF_OUTPUT = "-out"
+"""How options about the output end: never arguments of ``open``."""
 _UNREACHABLE = {
     "anonymous": "the command line's anonymous option",
     "checkpoints": "the command line's checkpoints option",
@@ -73,7 +86,7 @@ _FUNCTIONS: dict[str, Mapping[str, Any]] = {}
 
 
 class UnknownArgumentError(UsageError, TypeError):
-    """The function has no argument of this name; a TypeError, too, as of any function."""
+    """The function cannot be called with these arguments; a TypeError, too, as of any function."""
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -82,7 +95,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     Raises UnknownArgumentError with the nearest name for an argument that it does not have.
     """
     name = function.__name__.rstrip("_")
-    own = {n: p.default for n, p in signature(function).parameters.items() if n != "self"}
+    shape = signature(function)
+    own = {n: p.default for n, p in shape.parameters.items() if n != "self"}
     _FUNCTIONS[name] = {**own, **_FUNCTIONS.get(name, {})}  # a method and a function of one name take the same
 
     @wraps(function)
@@ -90,6 +104,12 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         for given in kwargs:
             if given not in own:
                 raise UnknownArgumentError(f"{name}() has no argument {given}", hint=_nearest(given, own))
+        try:
+            shape.bind(*args, **kwargs)
+        except TypeError as e:
+            named = ", ".join(f"{n}=" for n, p in shape.parameters.items() if p.kind is p.KEYWORD_ONLY)
+            hint = f"pass these by name: {named}" if "positional" in str(e) and named else ""
+            raise UnknownArgumentError(f"{name}(): {e}", hint=hint) from None
         try:
             return function(*args, **kwargs)
         except CkptError as e:
@@ -102,9 +122,15 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _nearest(given: str, own: Iterable[str]) -> str:
-    meant = ARGUMENTS.get(given.strip("_").replace("_", "-"), given.strip("_"))
-    found = [meant] if meant in own else get_close_matches(given, own, 1, 0.6)
-    return f"did you mean {found[0]}=?" if found else f"its arguments: {', '.join(own)}"
+    name = given.strip("_")
+    meant = _MEANT.get(name.removesuffix("_size"), f"{ARGUMENTS.get(name.replace('_', '-'), name)}=")
+    if meant.partition("=")[0] not in own:
+        found = get_close_matches(name, own, 1, 0.6)
+        if not found:
+            method = f"params={{'{name}': ...}} for a parameter of a merge method; " if "params" in own else ""
+            return f"{method}its arguments: {', '.join(own)}"
+        meant = f"{found[0]}="
+    return f"did you mean {meant}?"
 
 
 def in_arguments(text: str, function: str) -> str:
@@ -145,4 +171,6 @@ def _argument(match: re.Match[str], function: str) -> str:
 def _owner(name: str, option: str, function: str) -> str:
     """The function that has the argument: this one, else the first that has; "" for none."""
     order = ["open", *_FUNCTIONS] if option in _OF_SOURCE else [function, "open", "reshard", "run", *_FUNCTIONS]
+    if option.endswith(_OF_OUTPUT):
+        order = [f for f in order if f != "open"]
     return next((f for f in order if name in _FUNCTIONS.get(f, {})), "")

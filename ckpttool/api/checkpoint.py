@@ -358,27 +358,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             OutputError: the file exists and is not a report, or cannot be written.
             CkptError: a part of the report could not be made; the file has the others.
         """
-        from ckpttool.ops.inspect.views.page import ReportContents
-        from ckpttool.ops.inspect.views.registry import chosen, look
-        from ckpttool.report.page import render  # with the page, which few need
-        from ckpttool.report.survey import check_page, document, save_page
-
-        page = Path(file or "report.html")
-        choice = TensorChoice(several(patterns, "patterns"))
-        headers = diff is not None and values is False
-        read = {"values": bool(values), "headers_only": headers}
-        view = chosen(choice, on=on, stats=stats, check=check, diff=diff, html=page, **read)
-        if file is not None:
-            check_page(view)
-        with watching(progress) as watch:
-            found = look(view, self.path, self.options, watch, on)
-        assert isinstance(found, ReportContents)  # noqa: S101 - what is open is one checkpoint, not a run
-        html = render(document(found))
-        if file is not None:
-            save_page(view, html)
-        if found.failures:
-            raise found.failures[0]
-        return Report(html, None if file is None else page)
+        parts = {"stats": stats, "check": check, "diff": diff, "values": values}
+        return report_on(self.path, self.options, file, patterns=patterns, progress=progress, on=on, **parts)
 
     @public
     def reshard(
@@ -522,6 +503,39 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         selection = Selection(several(patterns, "patterns"), several(keep, "keep"))
         return Dropping(drop_keys.prepare(self._reading().path, self.options, selection, link=link))
+
+
+def report_on(
+    src: Place,
+    options: OpenOptions,
+    file: str | os.PathLike[str] | None,
+    *,
+    patterns: Sequence[str],
+    progress: Progress | bool | None,
+    on: str,
+    **parts: Any,
+) -> Report:
+    """The report of a checkpoint or a run, for ``Checkpoint.report`` and ``make_report``."""
+    from ckpttool.ops.inspect.views.page import ReportContents, RunContents
+    from ckpttool.ops.inspect.views.registry import chosen, look
+    from ckpttool.report.page import render  # with the page, which few need
+    from ckpttool.report.run_page import document as document_of_run
+    from ckpttool.report.survey import check_page, document, save_page
+
+    page, values = Path(file or "report.html"), parts.pop("values")
+    parts |= {"values": bool(values), "headers_only": parts["diff"] is not None and values is False}
+    view = chosen(TensorChoice(several(patterns, "patterns")), on=on, html=page, **parts)
+    if file is not None:
+        check_page(view)
+    with watching(progress) as watch:
+        found = look(view, src, options, watch, on)
+    assert isinstance(found, ReportContents | RunContents)  # noqa: S101 - the answers of a view with a page
+    html = render(document(found) if isinstance(found, ReportContents) else document_of_run(found))
+    if file is not None:
+        save_page(view, html)
+    if isinstance(found, ReportContents) and found.failures:
+        raise found.failures[0]
+    return Report(html, None if file is None else page)
 
 
 @public

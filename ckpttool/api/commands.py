@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 from ckpttool.answers.findings import CheckResult
 from ckpttool.api.arguments import counts, layers, nbytes, pair_of_betas, several, sides, whole
 from ckpttool.api.border import public
-from ckpttool.api.checkpoint import Checkpoint, open_
+from ckpttool.api.checkpoint import Checkpoint, open_, report_on
 from ckpttool.api.plans import Conversion, Dropping, Merging, watching
-from ckpttool.api.results import Size
+from ckpttool.api.results import Report, Size
 from ckpttool.core.files import AnyPlace
 from ckpttool.core.words import one_of, parse_count
 from ckpttool.errors import UsageError
@@ -102,6 +102,8 @@ def merge(
     """
     opened = OpenOptions(format, ReadOptions(rank_pattern=rank_pattern, parts=several(part, "part")), family)
     given = list(sources) if isinstance(sources, list | tuple) else [cast("Source", sources)]
+    if not given:
+        raise UsageError("sources is empty", hint="pass one or more checkpoints: merge([a, b])")
     names = [_named(s, opened) for s in given]
     wanted = Target(
         format=to,
@@ -193,6 +195,35 @@ def drop_keys(src: Source, *patterns: str, keep: Sequence[str] = (), link: bool 
     """
     source = src if isinstance(src, Checkpoint) else open_(src)
     return source.drop_keys(*patterns, keep=keep, link=link)
+
+
+@public
+def make_report(
+    src: AnyPlace,
+    file: str | PathLike[str] | None = None,
+    *,
+    stats: bool = False,
+    check: bool = False,
+    diff: AnyPlace | None = None,
+    values: bool | None = None,
+    patterns: Sequence[str] = (),
+    progress: Progress | bool | None = None,
+    on: str = "",
+) -> Report:
+    """Make a report of a run or a checkpoint, as ``inspect --html`` does.
+
+    Args:
+        src: a run, a directory of checkpoints: with ``stats``, its norms and changes over steps; or one checkpoint, for
+            which everything is as for ``Checkpoint.report``.
+        file: where to write the page, too.
+        stats: read all elements; check, diff, values, patterns, progress and on are those of ``Checkpoint.report``.
+
+    Raises:
+        UsageError: ``check`` or ``diff`` of a run.
+        OutputError: the file exists and is not a report, or cannot be written.
+    """
+    parts = {"stats": stats, "check": check, "diff": diff, "values": values}
+    return report_on(parse_place(src), OpenOptions(), file, patterns=patterns, progress=progress, on=on, **parts)
 
 
 @public
@@ -305,6 +336,7 @@ def size(
     fp8_transposed: bool = False,
     gpu: str = "",
     device_mem: float | str | None = None,
+    utilization: float | None = None,
 ) -> Size:
     """Estimate disk and GPU memory from headers or a config.json alone, as ``ckpttool size`` does.
 
@@ -321,6 +353,7 @@ def size(
         tokens: of a sequence, 32768 or ``"32k"``; batch, how many sequences; max_model_len, what an engine reserves.
         train: what training holds instead, with zero, dp, grad, master, moment and fp8_transposed.
         gpu: does it fit on this device (``h100``); device_mem, on one with so many bytes (or ``"80GB"``).
+        utilization: the share of the GPU's memory to use, 0.9 by default.
 
     Raises:
         UsageError: options that have no effect or exclude each other.
@@ -352,10 +385,18 @@ def size(
         master=master,
         moment=moment,
         fp8_transposed=fp8_transposed,
+        utilization=_share(utilization, "utilization"),
         device=named_gpu(gpu) if gpu else None if memory is None else Device("", memory),
     )
     path, options = (src.path, src.options) if isinstance(src, Checkpoint) else (parse_place(src), OpenOptions())
     return Size.of(answer(path, options, question))
+
+
+def _share(said: float | None, name: str) -> float | None:
+    """Raises UsageError for what is not a number; whether it is a share is asked with the question."""
+    if said is not None and (isinstance(said, bool) or not isinstance(said, int | float)):
+        raise UsageError(f"{name} is {said!r}", hint="pass a number: 0.9")
+    return said
 
 
 def _tokens(said: int | str | None, name: str) -> int | None:

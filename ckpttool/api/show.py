@@ -126,12 +126,8 @@ def _finding(found: Finding, also: str = "") -> str:
 
 def diff(result: DiffResult) -> str:
     """A verdict, and the largest changes."""
-    if not result.ok:
-        verdict = f"\u2260 different: {result.changed:,} of {count(result.compared, 'tensor')} changed"
-    elif result.equal:
-        verdict = f"\u2714 equal: every element of {count(result.compared, 'tensor')}"
-    else:
-        verdict = f"same names, dtypes and shapes in {count(result.compared, 'tensor')}; values not compared"
+    said = result.verdict("left", "right")
+    mark = {True: "\u2714 ", False: "\u2260 ", None: ""}[result.equal]
     rows: list[tuple[object, ...]] = [
         (c.name, f"{c.elements:,} of {c.total:,}", _number(c.relative), _number(c.cosine), _number(c.max_abs))
         for c in result.elements
@@ -142,7 +138,8 @@ def diff(result: DiffResult) -> str:
     others += [("shape", m.name, f"{m.left} and {m.right}") for m in result.shapes]
     others += [("dtype", m.name, f"{m.left} and {m.right}") for m in result.dtypes]
     listed = table("Other differences", others) if others else ""
-    return table(f"{result.left.path} and {result.right.path}: {verdict}", [], result.notes, more=changes + listed)
+    title = f"{result.left.path} and {result.right.path}: {mark}{said}"
+    return table(title, [], [*said.omitted, *result.notes], more=changes + listed)
 
 
 def _number(value: float | None) -> str:

@@ -145,7 +145,7 @@ def junit(result: CheckResult) -> str:
     from xml.sax.saxutils import escape, quoteattr  # which loads HTTP and TLS
 
     found = folded(result.findings)
-    suite = quoteattr(_xml(f"ckpttool inspect --check {result.path}"))
+    suite = quoteattr(_xml(f"ckpttool check {result.path}"))
     cases = []
     for noun, number in result.checked.items():
         cases.append(f'    <testcase classname={suite} name="{escape(count(number, noun, f"{noun}s"))} checked"/>')

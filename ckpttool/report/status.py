@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 from ckpttool.core.activity import activity
 
@@ -27,8 +29,7 @@ class _StatusLine:
         self.started = 0.0
         self.quiet_since = 0.0
         self.on = self.drawn = False
-        self.before = self.after = ""
-        """What makes it dim."""
+        self.dim: Callable[[str], str] = str
 
     def tick(self) -> None:
         """Draw it, where nothing was printed for a while.
@@ -41,17 +42,17 @@ class _StatusLine:
         with contextlib.suppress(OSError):
             columns = os.get_terminal_size(2).columns or 80
             said = f"{activity} ... {now - self.started:.0f} s"[: columns - 1]
-            os.write(2, f"\r\x1b[K{self.before}{said}{self.after}".encode())
+            os.write(2, f"\r\x1b[K{self.dim(said)}".encode())
             self.drawn = True
 
     def clear(self) -> None:
         """Make room for what is printed now."""
+        if self.on:  # first, because the timer may interrupt at any place below
+            self.quiet_since = time.monotonic()
         if self.drawn:
             self.drawn = False
             with contextlib.suppress(OSError):
                 os.write(2, b"\r\x1b[K")
-        if self.on:
-            self.quiet_since = time.monotonic()
 
 
 _line = _StatusLine()
@@ -68,9 +69,10 @@ def start() -> bool:
     """
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb"):
         return False
-    from ckpttool.report.style import DIM, coloured, styled  # a terminal needs it, a pipe does not
+    # Never in ``tick``: it may interrupt the import of the same module.
+    from ckpttool.report.style import DIM, coloured, styled
 
-    _line.before, _, _line.after = (styled("|", DIM) if coloured(sys.stderr) else "|").partition("|")
+    _line.dim = partial(styled, code=DIM) if coloured(sys.stderr) else str
     activity.begin("starting")
     _line.on, _line.started = True, time.monotonic()
     _line.quiet_since = _line.started

@@ -35,6 +35,7 @@ from ckpttool.report.page.document import (
     ReportPage,
     Series,
     Verdict,
+    VerdictState,
     heat_map,
     line_chart,
     section,
@@ -109,7 +110,8 @@ def _what(survey: ReportContents) -> str:
     parts += ["statistics"] if survey.values else []
     parts.append(_verdict(survey))
     if survey.diff is not None:
-        parts.append(_compared(survey.diff))
+        verdict = survey.diff.verdict("SRC", survey.other)
+        parts.append(f"{verdict.word}: {verdict.counts}")
     return ", ".join(parts)
 
 
@@ -117,20 +119,6 @@ def _verdict(survey: ReportContents) -> str:
     errors, warnings = (sum(f.severity == s for f, _ in folded(survey.check.findings)) for s in (ERROR, WARNING))
     found = ", ".join(count(n, w) for n, w in ((errors, "error"), (warnings, "warning")) if n)
     return found or f"no problem found{'' if survey.check.values else ' in headers'}"
-
-
-def _compared(diff: DiffResult) -> str:
-    if diff.ok:
-        if not diff.values:
-            return "same names, dtypes and shapes; values not compared"
-        near = "" if diff.tolerance is None else " within the tolerance"
-        return f"equal{near}" if diff.equal else f"no difference; {', '.join(diff.components_failed)} not compared"
-    alone = [
-        f", {len(names):,} only {side}"
-        for names, side in ((diff.only_left, "here"), (diff.only_right, "there"))
-        if names
-    ]
-    return f"{diff.changed:,} of {count(diff.compared, 'tensor')} changed" + "".join(alone)
 
 
 def printed(value: Any) -> Any:
@@ -150,7 +138,7 @@ def printed(value: Any) -> Any:
 def document(survey: ReportContents) -> ReportPage:
     """The report of a survey, as ``render`` takes it and ``--json`` prints it."""
     listing = survey.listing
-    sections: list[PageSection] = [] if survey.diff is None else list(_changes(survey.diff))
+    sections: list[PageSection] = [] if survey.diff is None else list(_changes(survey.diff, survey.other))
     found = _findings(survey)
     if survey.check.findings:
         sections.append(found)
@@ -201,14 +189,8 @@ def _verdicts(survey: ReportContents) -> Iterator[Verdict]:
         yield {"state": "unsure" if warnings else "good", "text": f"Complete: {held}; {found}"}
     if diff is None:
         return
-    other = resolved(diff.right.path).name or str(diff.right.path)
-    if not diff.ok:
-        yield {"state": "differs", "text": f"Differs from {other}: {_compared(diff)}"}
-    elif diff.equal:
-        how = "within the tolerance" if diff.tolerance else "every element"
-        yield {"state": "good", "text": f"Equal to {other}: {how} of {count(diff.compared, 'tensor')}"}
-    else:
-        yield {"state": "unknown", "text": f"{other}: {_compared(diff)}"}
+    state: dict[bool | None, VerdictState] = {True: "good", False: "differs", None: "unknown"}
+    yield {"state": state[diff.equal], "text": diff.verdict("this checkpoint", survey.other).naming(survey.other)}
 
 
 def _facts(survey: ReportContents) -> Iterator[list[str]]:
@@ -467,9 +449,8 @@ def _findings(survey: ReportContents) -> PageSection:
     return section("findings", "findings", "Findings", told, findings=found, checked=checked)
 
 
-def _changes(diff: DiffResult) -> Iterator[PageSection]:
+def _changes(diff: DiffResult, other: str) -> Iterator[PageSection]:
     """The largest changes first; nothing for equal checkpoints."""
-    other = resolved(diff.right.path).name or str(diff.right.path)
     if diff.elements:
         changed = [[d.name, d.relative, d.cosine, d.max_abs, d.elements / d.total] for d in diff.elements]
         titles = [("Tensor", "code"), ("Change", "number"), ("Cosine", "number"), ("Largest difference", "number")]

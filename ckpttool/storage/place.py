@@ -73,6 +73,8 @@ def parse_place(text: AnyPlace) -> Place:
     Raises UsageError for ``x://y`` and ``s3:y``, which nobody means as a path, and what a storage raises for a text.
     """
     if not isinstance(text, str | os.PathLike):
+        if not hasattr(text, "name"):  # from Python, where nothing else says so
+            raise UsageError(f"{text!r} is not a path", hint="pass a str or a Path")
         return text
     name = os.fspath(text)
     if scheme := scheme_of(name):

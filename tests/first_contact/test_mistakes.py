@@ -496,7 +496,7 @@ def test_names_of_the_hub_beside_a_directory_like_them() -> None:
 def test_two_steps_of_a_run_differ() -> None:
     """They have the same names: that they are equal in that is not what one wants to know."""
     assert run("inspect {ONE} --diff {TWO}").code == 3
-    assert run("inspect {ONE} --diff {TWO} --headers-only").out.endswith("; values not compared\n")
+    assert run("inspect {ONE} --diff {TWO} --headers-only").out.endswith("; values not compared)\n")
 
 
 def test_what_cannot_be_cut_does_not_fit() -> None:

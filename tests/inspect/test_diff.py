@@ -281,13 +281,14 @@ def test_headers_say_nothing_of_values(forms: dict[str, Path], tmp_path: Path) -
     done = ckpttool("inspect", forms["hf"], "--diff", other)
     assert (done.code, done.err.startswith("different: 1 of 21 ")) == (3, True)
     done = ckpttool("inspect", forms["hf"], "--diff", other, "--headers-only")
-    assert (done.code, done.out) == (0, "same names, dtypes and shapes in 21 tensors; values not compared\n")
+    how = "(names, dtypes, shapes compared; values not compared)"
+    assert (done.code, done.out) == (0, f"same headers: 21 tensors {how}\n")
     code, answer = diff(forms["hf"], other, "--headers-only")
     assert (code, answer["equal"], answer["values"], "drift" in answer) == (0, None, False, False)
     library = ckpttool_api.open(forms["hf"])
     assert [library.diff(other, values=v).equal for v in (True, False)] == [False, None]
     assert library.diff(forms["tp2"]).equal is True
-    assert "same headers, 21 tensors compared" in repr(library.diff(other, values=False))
+    assert "same headers: 21 tensors" in repr(library.diff(other, values=False))
 
 
 @pytest.mark.parametrize(
@@ -325,6 +326,36 @@ def test_components_that_cannot_be_compared_are_not_equal(
         assert "not compared: " in done.out
         done = ckpttool("inspect", roots[left], "--diff", roots[right], "--only", "optimizer")
         assert (done.code, "nothing can be compared" in done.err) == (1, True)
+
+
+@pytest.mark.parametrize("kind", ["equal", "different", "same headers", "no difference"])
+def test_terminal_page_and_notebook_give_one_verdict(
+    kind: str, forms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right, options = forms["hf"], forms["tp2"], []
+    if kind == "different":
+        right = save_hf(tmp_path / "other", noisy(llama(), {EMBED: 2.0}), CONFIG)
+    elif kind == "same headers":
+        options = ["--headers-only"]
+    elif kind == "no difference":
+        left = FIXTURES / "paddle_unified" / "nlp_llamafused_bf16_tp2"
+        right = tmp_path / "apart"
+        reshard(left, right, "--unfuse", "--quiet")
+
+        def refuse(*_: object) -> None:
+            raise LayoutError("no names for it")
+
+        monkeypatch.setattr("ckpttool.ops.inspect.diff.propagate_to_component", refuse)
+    found = ckpttool_api.open(left).diff(right, values=not options)
+    said = found.verdict()
+    assert said.word == kind
+    done = ckpttool("inspect", left, "--diff", right, *options)
+    assert "\n".join([str(said), *said.omitted]) in done.err + done.out
+    assert str(said) in getattr(found, "_repr_html_")()  # noqa: B009  (of a class that knows nothing of notebooks)
+    page = ckpttool("inspect", left, "--diff", right, *options, "--html", tmp_path / "r.html", "--json")
+    verdict = json.loads(page.out)["verdicts"][1]["text"]
+    assert verdict == said.naming(right.name)
+    assert "equal" not in verdict.lower() or found.equal
 
 
 def test_one_element_of_many_is_counted_and_not_rounded_away(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def test_differences_are_in_the_report_and_the_exit_code(model: Path, tmp_path: 
     relative = np.linalg.norm(data - before) / np.linalg.norm(data.astype(np.float64))
     assert section(made, "changes")["rows"][0][:2] == [name, pytest.approx(relative, rel=1e-6)]
     assert made["sections"][0]["id"] == "changes"
-    assert made["verdicts"][1] == {"state": "differs", "text": "Differs from other: 1 of 21 tensors changed"}
+    how = "(names, dtypes, shapes, values compared)"
+    assert made["verdicts"][1] == {"state": "differs", "text": f"Different from other: 1 of 21 tensors changed {how}"}
     assert "drift" not in [s["id"] for s in made["sections"]]  # a map of one cell
     found = dict(zip(made["tensors"]["names"], columns(made)["relative"], strict=True))
     assert found.pop(name) == pytest.approx(relative, rel=1e-6)
@@ -259,7 +260,8 @@ def test_two_checkpoints_of_a_run(model: Path, tmp_path: Path) -> None:
     done, made = report(tmp_path / "run", tmp_path / "r.html", "--diff", "step-1000", "step-2000", "--values")
     assert done.code == 0
     assert made["title"] == "step-1000"
-    assert made["verdicts"][1] == {"state": "good", "text": "Equal to step-2000: every element of 21 tensors"}
+    how = "(names, dtypes, shapes, values compared)"
+    assert made["verdicts"][1] == {"state": "good", "text": f"Equal to step-2000: 21 tensors {how}"}
     assert ckpttool("inspect", tmp_path / "run", "--html", tmp_path / "r.html").out.endswith("kB, 2 checkpoints\n")
 
 
@@ -367,7 +369,8 @@ def test_what_was_not_compared_is_told(tmp_path: Path) -> None:
     right = saved(tmp_path / "right", {n: t for n, t in tensors.items() if n != name})
     done, made = report(left, tmp_path / "r.html", "--diff", right)
     assert done.code == 3
-    assert made["verdicts"][1]["text"] == f"Differs from right: 0 of {len(tensors) - 1} tensors changed, 1 only here"
+    said = f"Different from right: 0 of {len(tensors) - 1} tensors changed, 1 only in this checkpoint "
+    assert made["verdicts"][1]["text"] == said + "(names, dtypes, shapes, values compared)"
 
 
 def test_a_component_of_one_side_is_told(tmp_path: Path) -> None:
@@ -385,8 +388,9 @@ def test_within_a_tolerance_no_change_is_not_told_as_zero(tmp_path: Path) -> Non
     left, right = made("left", 0.001), made("right", 0.0)
     done, found = report(left, tmp_path / "r.html", "--diff", right, "--atol", "0.01")
     assert (done.code, columns(found)["relative"]) == (0, [None])
-    assert found["verdicts"][1]["text"] == "Equal to right: within the tolerance of 1 tensor"
+    how = "(names and shapes compared, values within 0.01 + 0 * |right|)"
+    assert found["verdicts"][1]["text"] == f"Equal to right: 1 tensor {how}"
     done, found = report(left, tmp_path / "r.html", "--diff", right, "--headers-only")
-    said = "right: same names, dtypes and shapes; values not compared"
+    said = "Same headers as right: 1 tensor (names, dtypes, shapes compared; values not compared)"
     assert (done.code, found["verdicts"][1]["text"], "relative" in columns(found)) == (0, said, False)
     assert columns(report(left, tmp_path / "r.html", "--diff", left, "--values")[1])["relative"] == [0.0]

@@ -137,6 +137,30 @@ def test_what_is_printed_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert drawn == [b"\r\x1b[Kstarting ... 0 s", b"\r\x1b[Ka long phrase that is longer th"[:33], b"\r\x1b[K"]
 
 
+def test_the_timer_imports_nothing_and_never_draws_before_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may interrupt an import, which leaves half a module, and ``clear`` at any place."""
+    drawn: list[bytes] = []
+
+    def write(_: int, data: bytes) -> None:
+        drawn.append(data)
+        if data == b"\r\x1b[K":  # the timer, while this was written
+            status.tick()
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((30, 24)))
+    monkeypatch.setattr(signal, "setitimer", lambda *_: None)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(status, "AFTER_S", 0.05)
+    assert status.start()
+    time.sleep(0.06)
+    monkeypatch.setitem(sys.modules, "ckpttool.report.style", None)  # as a module of which nothing is there yet
+    status.tick()
+    status.clear()
+    status.stop()
+    assert [len(drawn), drawn[-1]] == [2, b"\r\x1b[K"]
+
+
 def test_what_goes_on() -> None:
     now = Activity()
     now.begin("reading headers", 1200)

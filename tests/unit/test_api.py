@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 import ckpttool
 from ckpttool.api.plans import watching
-from ckpttool.errors import LayoutError, OutputError, UsageError, VerifyError
+from ckpttool.errors import ConflictError, LayoutError, OutputError, UsageError, VerifyError
 from ckpttool.storage.place import local_path
 from tests.helpers.command import ckpttool as command
 from tests.helpers.tensorfile import Raw, read, save_hf
@@ -387,7 +388,7 @@ def test_the_other_side_of_a_diff_is_opened_as_it_was(tmp_path: Path) -> None:
     odd = ckpttool.open(tmp_path / "dst", rank_pattern="w{tp}.safetensors")
     found = source.diff(odd)
     assert found.ok
-    assert repr(found) == f"<DiffResult {LLAMA}, {tmp_path / 'dst'}: equal, 39 tensors compared>"
+    assert repr(found) == f"<DiffResult {LLAMA}, {tmp_path / 'dst'}: equal: 39 tensors>"
     assert ckpttool.diff(source, FIXTURES / "hf_tiny_source").changed == 21
     with pytest.raises(UsageError, match="atol is -1"):
         source.diff(odd, atol=-1)
@@ -465,8 +466,51 @@ def test_a_notebook_shows_checks_and_differences(tmp_path: Path) -> None:
     different = shown(ckpttool.diff(MERGE / "ft1", MERGE / "ft2"))
     assert "different: 30 of 30 tensors changed" in different
     assert different.index("layers.0.self_attn.q_proj") < different.index("layers.2.self_attn.q_proj")
-    assert "equal: every element of 39 tensors" in shown(ckpttool.diff(LLAMA, LLAMA))
+    assert "equal: 39 tensors (names, dtypes, shapes, values compared)" in shown(ckpttool.diff(LLAMA, LLAMA))
     assert "values not compared" in shown(ckpttool.diff(LLAMA, LLAMA, values=False))
+
+
+def test_the_report_of_a_run(tmp_path: Path) -> None:
+    for step in (1000, 2000):
+        shutil.copytree(FIXTURES / "hf_tiny_source", tmp_path / "run" / f"step-{step}")
+    report = ckpttool.make_report(tmp_path / "run", tmp_path / "r.html", stats=True)
+    assert command("inspect", tmp_path / "run", "--html", tmp_path / "of-the-command.html", "--stats").code == 0
+    assert (tmp_path / "of-the-command.html").read_bytes() == Path(report).read_bytes() == report.html.encode()
+    of_one = ckpttool.make_report(FIXTURES / "hf_tiny_source", stats=True)
+    assert of_one.html == ckpttool.open(FIXTURES / "hf_tiny_source").report(stats=True).html
+    with pytest.raises(UsageError, match="check=True is about one checkpoint"):
+        ckpttool.make_report(tmp_path / "run", check=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "hint"),
+    [
+        (lambda s: s.reshard(tensor_parallel_size=2), "reshard() has no argument tensor_parallel_size", "mean tp=?"),
+        (lambda s: s.reshard(format="hf"), "no argument format", "mean to=?"),
+        (lambda s: s.reshard(2), "reshard(): too many positional arguments", "pass these by name: tp=, pp=, "),
+        (lambda s: s.diff(LLAMA, headers_only=True), "no argument headers_only", "mean values=False?"),
+        (lambda s: s.report(html="x"), "no argument html", "mean file=?"),
+        (lambda s: s.reshard().run("x", overwrite=True), "no argument overwrite", "mean force=True?"),
+        (lambda _: ckpttool.merge([LLAMA], density=0.5), "no argument density", "params={'density': ...}"),
+        (lambda _: ckpttool.merge(LLAMA, LLAMA), "merge(): too many positional arguments", "by name: method=, "),
+        (lambda _: ckpttool.merge([]), "sources is empty", "merge([a, b])"),
+        (lambda _: ckpttool.open(), "open(): missing a required argument: 'path'", ""),
+        (lambda _: ckpttool.open(None), "None is not a path", "pass a str or a Path"),
+        (lambda _: ckpttool.open(LLAMA, tp=3), "tp=3 contradicts the checkpoint", "written is `tp` in reshard()"),
+        (lambda _: ckpttool.size(LLAMA, gpu="h100", utilization=9), "utilization=9 is not a share", "at most 1"),
+        (lambda _: ckpttool.size(LLAMA, gpu="h100", utilization="9"), "utilization is '9'", "pass a number"),
+    ],
+)
+def test_mistakes_of_python_name_the_arguments(call: Callable[[Any], object], said: str, hint: str) -> None:
+    with pytest.raises(UsageError if "contradicts" not in said else ConflictError) as caught:
+        call(ckpttool.open(LLAMA))
+    assert said in caught.value.what
+    assert hint in (caught.value.hint or "")
+
+
+def test_less_of_the_memory_is_used() -> None:
+    sizes = [ckpttool.size(FIXTURES / "hf_tiny_source", "bf16", device_mem=450_000, utilization=u) for u in (1.0, 0.5)]
+    assert [s.ok for s in sizes] == [True, False]
 
 
 def test_a_notebook_shows_a_report(tmp_path: Path) -> None:

@@ -86,6 +86,28 @@ class Squares(NamedTuple):
     """Of the right side."""
 
 
+class DiffVerdict(NamedTuple):
+    """The verdict of a comparison in words. Only what was read is called equal."""
+
+    word: str
+    """different, equal, no difference (of what could be compared), or same headers (values were not compared)."""
+    counts: str
+    """How many tensors were compared, changed, and are on one side only."""
+    how: str
+    """What of them was compared."""
+    omitted: list[str]
+    """Components that were not compared, in sentences."""
+
+    def __str__(self) -> str:
+        """``different: 1 of 39 tensors changed (names, dtypes, shapes, values compared)``."""
+        return f"{self.word}: {self.counts} ({self.how})"
+
+    def naming(self, other: str) -> str:
+        """The same with the name of the other side: ``Different from base: 1 of ...``."""
+        preposition = {"equal": "to", "same headers": "as"}.get(self.word, "from")
+        return f"{self.word.capitalize()} {preposition} {other}: {self.counts} ({self.how})"
+
+
 @dataclass(slots=True)
 class DiffResult:
     """How two checkpoints differ."""
@@ -118,13 +140,37 @@ class DiffResult:
     """Of tensors that are equal, in layers and modules where others are not: how large they are (see ``drift``)."""
 
     def __repr__(self) -> str:
-        """``<DiffResult llama_tp8, llama_tp2: different, 39 tensors compared, 1 changed, 2 only left>``."""
-        counts = {"changed": self.changed, "only left": len(self.only_left), "only right": len(self.only_right)}
-        more = [f"{n:,} {what}" for what, n in counts.items() if n]
-        unknown = "no difference" if self.values else "same headers"
-        verdict = {True: "equal", False: "different", None: unknown}[self.equal]
-        said = [verdict, f"{count(self.compared, 'tensor')} compared", *more]
-        return f"<DiffResult {self.left.path}, {self.right.path}: {', '.join(said)}>"
+        """``<DiffResult llama_tp8, llama_tp2: different: 1 of 39 tensors changed, 2 only in left>``."""
+        verdict = self.verdict("left", "right")
+        return f"<DiffResult {self.left.path}, {self.right.path}: {verdict.word}: {verdict.counts}>"
+
+    def verdict(self, left: str = "SRC", right: str = "OTHER") -> DiffVerdict:
+        """What is known, for every place that shows it; ``left`` and ``right`` are what it calls the two sides."""
+        compared = count(self.compared, "tensor") + (" under Hugging Face names" if self.renamed else "")
+        counts, word = compared, "equal" if self.equal else "no difference" if self.values else "same headers"
+        if not self.ok:
+            sides = ((left, self.only_left), (right, self.only_right))
+            alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
+            word, counts = "different", f"{self.changed:,} of {compared} changed{''.join(alone)}"
+        kinds = [f"{n:,} {c}" for c, n in self.by_component.items()] if set(self.by_component) - {"model"} else []
+        omitted = [
+            f"not compared: {', '.join(components)}, {why}"
+            for components, why in (
+                (self.components_left, f"only in {left}"),
+                (self.components_right, f"only in {right}"),
+                (self.components_failed, "whose names differ"),
+            )
+            if components
+        ]
+        how = "; ".join([*([", ".join(kinds)] if kinds else []), self._how(right)])
+        return DiffVerdict(word, counts, how, omitted)
+
+    def _how(self, right: str) -> str:
+        if not self.values:
+            return "names, dtypes, shapes compared; values not compared"
+        if self.tolerance is None:
+            return "names, dtypes, shapes, values compared"
+        return f"names and shapes compared, values within {self.tolerance.atol:g} + {self.tolerance.rtol:g} * |{right}|"
 
     @property
     def drifting(self) -> str:

@@ -208,7 +208,6 @@ def _sizes(model: SizedModel, question: Question) -> SizeReport:
     return out
 
 
-_ADD = {"--kv": "--kv bf16 or --kv fp8, the dtype of the cache"}
 """What to add, where the option alone does not say it."""
 
 
@@ -226,7 +225,7 @@ def _sensible(question: Question) -> None:
     for needed, there, options in needs:
         for option, value in options.items():
             if value is not None and not there:
-                hint = f"also pass {_ADD.get(needed, needed)}"
+                hint = f"also pass {_PASSED.get(needed, needed)}"
                 raise UsageError(f"{option} has no effect without {needed}", hint=hint)
     if q.utilization is not None and not 0 < q.utilization <= 1:
         raise UsageError(f"--utilization {q.utilization:g} is not a share", hint="more than 0, at most 1; default: 0.9")

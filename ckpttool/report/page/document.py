@@ -282,10 +282,13 @@ def _is_flat(values: Sequence[Number]) -> bool:
     return not known or max(known) - min(known) <= FLAT * max(map(abs, known))
 
 
+VerdictState = Literal["good", "bad", "unsure", "differs", "unknown"]
+
+
 class Verdict(TypedDict):
     """An answer that stands above everything else."""
 
-    state: Literal["good", "bad", "unsure", "differs", "unknown"]
+    state: VerdictState
     text: str
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckpttool.answers.document import BarCell, Message, Paragraph, PerMedium, Section, Table
 from ckpttool.answers.fields import finite, number, pick
-from ckpttool.core.words import count
 from ckpttool.errors import UsageError, plain
 from ckpttool.ops.inspect.views.base import A_co, InspectedSource, ResultAnswer, View, ViewAnswer, flag, value
 
@@ -153,30 +152,11 @@ class DiffAnswer(ResultAnswer):
         """The verdict and every difference. On a terminal the verdict is first, and the largest changes follow; a pipe
         gets all as a table, and the verdict on stderr.
         """
-        verdict = "\n".join(self._verdict())
+        said = self.result.verdict()
+        verdict = "\n".join([str(said), *said.omitted])
         yield Paragraph(verdict, quiet=True, loud=False)
         below = Paragraph(verdict) if self.ok else Message(verdict)
         yield PerMedium(lambda: self._terminal(verdict), lambda: [*self._pipe(), below])
-
-    def _verdict(self) -> Iterator[str]:
-        """What is known of all tensors, and what was not compared. Only what was read is called equal."""
-        result = self.result
-        compared = count(result.compared, "tensor") + (" under Hugging Face names" if result.renamed else "")
-        parts = ", ".join(f"{n:,} {c}" for c, n in result.by_component.items())
-        how = (f"{parts}; " if set(result.by_component) - {"model"} else "") + _how(result)
-        if not result.ok:
-            sides = (("A", result.only_left), ("B", result.only_right))
-            alone = [f", {len(names):,} only in {side}" for side, names in sides if names]
-            yield f"different: {result.changed:,} of {compared} changed{''.join(alone)} ({how})"
-        elif not result.values:
-            yield f"same names, dtypes and shapes in {compared}; values not compared"
-        else:
-            yield f"{'equal' if result.equal else 'no difference'}: {compared} ({how})"
-        for side, components in (("A", result.components_left), ("B", result.components_right)):
-            if components:
-                yield f"not compared: {', '.join(components)}, only in {side}"
-        if result.components_failed:
-            yield f"not compared: {', '.join(result.components_failed)}, whose names differ"
 
     def _kinds(self) -> list[tuple[str, str, str]]:
         """Kind, name and description of each difference that is not one of values."""
@@ -294,13 +274,3 @@ def _drifted(title: str, found: Sequence[Drifted]) -> Iterator[Section]:
         share = 1.0 if d.relative == math.inf else (d.relative or 0) / most if most else 0.0
         rows.append((plain(d.name), number(d.relative, 4), BarCell(share), f"{d.changed:,} of {d.tensors:,}"))
     yield from _largest((title, "relative", "", "changed"), rows, ["changed"], (1, 3))
-
-
-def _how(result: DiffResult) -> str:
-    """What was compared."""
-    if not result.values:
-        return "names, dtypes, shapes compared; values not compared"
-    if result.tolerance is None:
-        return "names, dtypes, shapes, values compared"
-    near = result.tolerance
-    return f"names and shapes compared, values within {near.atol:g} + {near.rtol:g} * |B|"

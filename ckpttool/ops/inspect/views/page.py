@@ -149,12 +149,18 @@ class ReportContents(ViewAnswer):
         return sound and (self.diff is None or self.diff.ok)
 
     @property
+    def other(self) -> str:
+        """What the page calls the checkpoint that this one is compared with."""
+        from ckpttool.storage.place import resolved
+
+        return "" if self.diff is None else resolved(self.diff.right.path).name or str(self.diff.right.path)
+
+    @property
     def notes(self) -> Sequence[str]:
         listing, diff = self.listing, self.diff
         out = [*self.check.notes, *(listing.notes if listing is not None else ()), *(diff.notes if diff else ())]
-        for where, components in (("here", diff.components_left), ("there", diff.components_right)) if diff else ():
-            if components:
-                out.append(f"not compared: {', '.join(components)}, only {where}")
+        if diff:
+            out += diff.verdict("this checkpoint", self.other).omitted
         if self.values and (bare := sum(v.stats is None for v in self.values)):
             out.append(f"no statistics of {count(bare, 'tensor')}: elements smaller than a byte")
         return list(dict.fromkeys(out))
