@@ -1,12 +1,28 @@
-"""The error for a model of which no family is known: what is missing, where it was looked for, and what to do."""
+"""Errors where config.json is missing or says too little: what is missing, where it belongs, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.core.words import either
 from ckpttool.errors import LayoutError
+from ckpttool.layout.rules import UnknownSizeError
+
+PUT_THERE = "put the model's config.json there"
+
+
+@contextmanager
+def sizes_from(config: Mapping[str, Any], root: str) -> Iterator[None]:
+    """Names config.json, which belongs in ``root``, in the UnknownSizeError that the block raises."""
+    try:
+        yield
+    except UnknownSizeError as e:
+        e.where = (f"{root}/config.json", *e.where)
+        if not config:
+            e.what, e.hint = f"config.json is missing, and {e.size} is needed", PUT_THERE
+        raise
 
 
 def unknown_model(
@@ -24,7 +40,7 @@ def unknown_model(
     place = [f"{root}/config.json"] if root else []
     known, more = fitting(names)[:3], f"; or {other}" if other else ""
     if not config:
-        hint = "put the model's config.json there, or pass --family" + (f" {either(known)}" if known else " NAME")
+        hint = f"{PUT_THERE}, or pass --family" + (f" {either(known)}" if known else " NAME")
         return LayoutError(f"config.json is missing, and {why}", where=[*place, *shown], hint=hint + more)
     kind = config.get("model_type")
     said = f"names no known model (model_type `{kind}`)" if kind else "has no model_type"
