@@ -8,9 +8,8 @@ from typing import Any
 
 from ckpttool.core.words import either
 from ckpttool.errors import LayoutError
+from ckpttool.formats.config import missing_config
 from ckpttool.layout.rules import UnknownSizeError
-
-PUT_THERE = "put the model's config.json there"
 
 
 @contextmanager
@@ -19,9 +18,9 @@ def sizes_from(config: Mapping[str, Any], root: str) -> Iterator[None]:
     try:
         yield
     except UnknownSizeError as e:
-        e.where = (f"{root}/config.json", *e.where)
         if not config:
-            e.what, e.hint = f"config.json is missing, and {e.size} is needed", PUT_THERE
+            raise missing_config(f"{e.size} is needed", root, *e.where) from None
+        e.where = (f"{root}/config.json", *e.where)
         raise
 
 
@@ -40,8 +39,8 @@ def unknown_model(
     place = [f"{root}/config.json"] if root else []
     known, more = fitting(names)[:3], f"; or {other}" if other else ""
     if not config:
-        hint = f"{PUT_THERE}, or pass --family" + (f" {either(known)}" if known else " NAME")
-        return LayoutError(f"config.json is missing, and {why}", where=[*place, *shown], hint=hint + more)
+        hint = ", or pass --family" + (f" {either(known)}" if known else " NAME")
+        return missing_config(why, root, *shown, more=hint + more)
     kind = config.get("model_type")
     said = f"names no known model (model_type `{kind}`)" if kind else "has no model_type"
     what = f"config.json {said}, and {why}"

@@ -57,7 +57,7 @@ def test_a_model_that_no_family_knows(target: str, tmp_path: Path) -> None:
     assert "if the model is built like those of a family with such names: --family llama" in said
 
 
-@pytest.mark.parametrize("target", ["vllm", "megatron-dist", "megatron", "meta", "unified"])
+@pytest.mark.parametrize("target", ["vllm", "megatron-dist", "megatron", "meta", "unified", "trtllm"])
 def test_a_family_alone_is_not_enough(target: str, tmp_path: Path) -> None:
     """The rules of a family need the sizes of the model, and readers of Paddle's files its config."""
     folder = tmp_path / "bare"

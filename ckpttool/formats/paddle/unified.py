@@ -29,8 +29,9 @@ from ckpttool.core.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard,
 from ckpttool.core.files import DataFile, Place, source_files
 from ckpttool.core.mesh import MAX_WORLD, Mesh
 from ckpttool.core.notes import Note
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError, LayoutError, UnsupportedError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.config import missing_config
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
 from ckpttool.formats.paddle.training import TRAINER_FILES, left_out, read_training, schedule_file, small_files
@@ -207,11 +208,8 @@ def _check_readable(request: base.WriteRequest) -> None:
     }
     if linear and not told and not request.config and not request.version.startswith("paddlenlp"):
         root = request.source and request.source.root
-        raise LayoutError(
-            "config.json is missing, and readers of --to unified learn from it which way round linear weights lie",
-            where=[f"{root}/config.json" if root else "", linear[0].name],
-            hint="put the model's config.json there",
-        )
+        why = "readers of --to unified learn from it which way round linear weights lie"
+        raise missing_config(why, root, linear[0].name)
     if odd := next((t for t in tensors if t.dtype == "U16"), None):
         raise UnsupportedError(
             f"`{odd.name}` is U16, and Paddle would read it as BF16",
