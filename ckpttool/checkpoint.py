@@ -22,6 +22,7 @@ from ckpttool.layout.components import catalog_of, family_of
 from ckpttool.layout.family import Family
 from ckpttool.layout.modules import model_forms
 from ckpttool.layout.statements import Rename, Transform, inverse
+from ckpttool.layout.unknown import sizes_from
 from ckpttool.storage.place import parse_place
 
 __all__ = ["Checkpoint", "OpenOptions", "assemble", "open_checkpoint"]
@@ -119,6 +120,11 @@ def assemble(stored: StoredCheckpoint, root: Place, options: OpenOptions, family
             hint="drop --sharding: it is read from the checkpoint. What is written is --sharding-out",
         )
     family = family_of(stored, options, str(root), family)
+    with sizes_from(stored.config, str(root)):
+        return _assembled(stored, root, family, capabilities)
+
+
+def _assembled(stored: StoredCheckpoint, root: Place, family: Family, capabilities: Capabilities) -> Checkpoint:
     if stored.unnamed is not None:
         stored.unnamed(model_forms(family, {t.name: t.shape for t in stored.tensors if t.component == "model"}))
     said, context, ops = recognize(stored, family)

@@ -40,7 +40,7 @@ def drop_keys(
             )
     prepared = prepare(src, opened, Selection(tuple(patterns or ()), tuple(keep_keys or ())), link=link)
     if flags.dry_run:
-        show(report.plan_document(prepared), as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, dst), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared.target, dst, run, shown.progress(flags), verify=flags.verify)
     show(report.document(prepared, result), as_json=shown.json, quiet=shown.quiet)

@@ -72,7 +72,7 @@ def quantize(
     selection = Selection(tuple(remove_keys or ()), tuple(keep_keys or ()))
     prepared = prepare(src, opened, recoding, selection, max_shard_size=bytes_of(max_shard_size))
     if flags.dry_run:
-        show(report.plan_document(prepared, run), as_json=shown.json, quiet=shown.quiet)
+        show(report.plan_document(prepared, run, dst), as_json=shown.json, quiet=shown.quiet)
         return
     result = execute(prepared, dst, run, shown.progress(flags), verify=flags.verify)
     show(report.document(result), as_json=shown.json, quiet=shown.quiet)

@@ -52,7 +52,10 @@ def recognize(stored: StoredCheckpoint, family: Family) -> Recognized:
         naming, stored.fused = family.published_form(names, lambda: _shapes(stored))
         stored.dialect = naming or stored.dialect
     context = NamingContext(family, stored.config, stored.mesh, stored.fused, stored.version)
-    return Recognized(said, context, dialect(stored.dialect).detect(context, lambda: _shapes(stored)))
+    own = dialect(stored.dialect)
+    if family.name == "none" and isinstance(own, FamilyDialect):
+        own.check_known(context, _shapes(stored), str(stored.root))
+    return Recognized(said, context, own.detect(context, lambda: _shapes(stored)))
 
 
 def _shapes(stored: StoredCheckpoint) -> dict[str, tuple[int, ...]]:

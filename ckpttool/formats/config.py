@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ckpttool.errors import UnsupportedError
+from ckpttool.errors import LayoutError, UnsupportedError
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Fields that count the decoder's layers."""
@@ -28,6 +28,17 @@ QUANTIZATION = ("quantization_config", "compression_config")
 TIED = "tie_word_embeddings"
 _ADAPTED = re.compile(r"\.(?:lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save)\.")
 """Parts of the names of a model of PEFT that is not merged."""
+
+
+def missing_config(why: str, root: object, *where: str, more: str = "") -> LayoutError:
+    """The error where config.json is missing, ``why`` is what depends on it.
+
+    ``root`` is where it belongs, "" or None if unknown; ``more`` continues the hint.
+    """
+    place = f"{root}/config.json" if root else ""
+    return LayoutError(
+        f"config.json is missing, and {why}", where=[place, *where], hint="put the model's config.json there" + more
+    )
 
 
 def config_places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

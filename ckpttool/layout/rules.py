@@ -26,7 +26,7 @@ others, because what they compute with it is summed (some engines' bias of row-p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, lcm
@@ -245,6 +245,14 @@ def cut_axis(rule: Rule, ndim: int, *, bias: bool) -> int | None:
     return ndim - 1 if output == rule.in_out else ndim - 2
 
 
+class UnknownSizeError(LayoutError):
+    """A size of the model (heads, layers) is needed, and config.json does not give it."""
+
+    def __init__(self, size: str, where: str | Iterable[str] = (), *, of: str = "") -> None:
+        self.size = f"the size `{size}`{of}"
+        super().__init__(f"config.json does not give {self.size}", where=where, hint="add it to config.json")
+
+
 def unit_count(units: str, sizes: Sizes, rule: Rule) -> CutSize | None:
     """The size behind a units word. Raises LayoutError when the model's config does not give it."""
     if not units:
@@ -257,11 +265,7 @@ def unit_count(units: str, sizes: Sizes, rule: Rule) -> CutSize | None:
                 f"the size `{units}` differs from layer to layer, and this tensor is of none", where=rule.place
             )
         layer = f" of layer {units[len(size_name(units)) + 1 : -1]}" if units != size_name(units) else ""
-        raise LayoutError(
-            f"the size `{size_name(units)}`{layer} is not known: config.json does not say what it comes from",
-            where=rule.place,
-            hint="put the model's config.json beside the checkpoint",
-        )
+        raise UnknownSizeError(size_name(units), rule.place, of=layer)
     return sizes[units]
 
 

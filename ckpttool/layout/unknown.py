@@ -1,12 +1,27 @@
-"""The error for a model of which no family is known: what is missing, where it was looked for, and what to do."""
+"""Errors where config.json is missing or says too little: what is missing, where it belongs, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.core.words import either
 from ckpttool.errors import LayoutError
+from ckpttool.formats.config import missing_config
+from ckpttool.layout.rules import UnknownSizeError
+
+
+@contextmanager
+def sizes_from(config: Mapping[str, Any], root: str) -> Iterator[None]:
+    """Names config.json, which belongs in ``root``, in the UnknownSizeError that the block raises."""
+    try:
+        yield
+    except UnknownSizeError as e:
+        if not config:
+            raise missing_config(f"{e.size} is needed", root, *e.where) from None
+        e.where = (f"{root}/config.json", *e.where)
+        raise
 
 
 def unknown_model(
@@ -24,8 +39,8 @@ def unknown_model(
     place = [f"{root}/config.json"] if root else []
     known, more = fitting(names)[:3], f"; or {other}" if other else ""
     if not config:
-        hint = "put the model's config.json there, or pass --family" + (f" {either(known)}" if known else " NAME")
-        return LayoutError(f"config.json is missing, and {why}", where=[*place, *shown], hint=hint + more)
+        hint = ", or pass --family" + (f" {either(known)}" if known else " NAME")
+        return missing_config(why, root, *shown, more=hint + more)
     kind = config.get("model_type")
     said = f"names no known model (model_type `{kind}`)" if kind else "has no model_type"
     what = f"config.json {said}, and {why}"

@@ -29,7 +29,7 @@ from ckpttool.layout.assemble import LAYER, is_bias
 from ckpttool.layout.family import Family
 from ckpttool.layout.names import Renamer, expand, pattern_regex
 from ckpttool.layout.packed import GLOBAL, INPUTS, PackedTensor, Packing, find_packing
-from ckpttool.layout.rules import CutSize, Rule, cut_axis, unit_count
+from ckpttool.layout.rules import CutSize, Rule, UnknownSizeError, cut_axis, unit_count
 from ckpttool.layout.scales import block_of, weight_of
 from ckpttool.layout.statements import Transform, matches
 
@@ -458,9 +458,7 @@ def _make_copies(views: TensorTable, op: transforms.DropCopies, family: Family) 
 def _drop_layers(views: TensorTable, op: transforms.DropLayers, family: Family) -> TensorTable:
     limit = family.size(op.size)
     if limit is None:
-        raise LayoutError(
-            f"the size `{op.size}` is not known", hint="put the model's config.json beside the checkpoint"
-        )
+        raise UnknownSizeError(op.size)
     kept = {n: v for n, v in views.table.items() if not ((m := LAYER.search(n)) and int(m[1]) >= limit)}
     if dropped := [v for n, v in views.table.items() if n not in kept]:
         size = sum(v.nbytes for v in dropped)
@@ -516,10 +514,7 @@ def _rotate(views: TensorTable, op: transforms.RotaryPairs, axes: _Axes) -> Tens
                     hint="dequantize it first: ckpttool quantize SRC DST --to bf16",
                 )
             if heads is None:
-                raise LayoutError(
-                    f"the rows of `{name}` are in the order of rotary pairs, and the number of heads is not known",
-                    hint="put the model's config.json beside the weights",
-                )
+                raise UnknownSizeError(size, name)
             if not view.shape or view.shape[0] % (2 * heads):
                 raise LayoutError(f"`{name}` {list(view.shape)} does not divide into {heads} heads of an even size")
             if len(rows := {view.shape[0] // heads: name, **rows}) > 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Message, Section, Table
+from ckpttool.answers.document import Document, Message, Overview, Section, Table
 from ckpttool.answers.fields import pick
 from ckpttool.core.words import count, short
 from ckpttool.errors import plain
 from ckpttool.report import target
 
 if TYPE_CHECKING:
+    from ckpttool.core.files import AnyPlace
     from ckpttool.ops.drop_keys import PreparedDrop
     from ckpttool.ops.reshard import ReshardResult
 
@@ -43,19 +44,26 @@ def _summary(prepared: PreparedDrop) -> str:
     )
 
 
-def plan_document(prepared: PreparedDrop) -> Document:
+def plan_document(prepared: PreparedDrop, dst: AnyPlace) -> Document:
     """``--dry-run``: every tensor that would be removed."""
-    notes = prepared.target.notes
+    notes, plan = prepared.target.notes, prepared.target.plan
 
     def json() -> dict[str, Any]:
-        tensors = [pick(g, "name dtype shape bytes=nbytes component") for g in prepared.gone]
-        return {"schema": "ckpttool.drop-plan/1", **_drop_json(prepared), "tensors": tensors, "notes": notes}
+        return {
+            "schema": "ckpttool.drop-plan/1",
+            **_drop_json(prepared),
+            **target.space_json(plan, dst),
+            "tensors": [pick(g, "name dtype shape bytes=nbytes component") for g in prepared.gone],
+            "notes": notes,
+        }
 
     def sections() -> Iterator[Section]:
         yield from _warnings(prepared)
         yield Message(_summary(prepared))
+        yield Overview([target.space_row(plan, dst)])
         rows = [(plain(g.name), g.dtype, "x".join(map(str, g.shape)), g.nbytes) for g in prepared.gone]
         yield Table(("tensor", "dtype", "shape", "bytes"), rows, drop=("dtype", "shape"), quiet=True)
+        yield from target.space_warning(plan, dst)
 
     return Document(json, sections, notes, len(prepared.gone))
 

@@ -155,6 +155,7 @@ def plan_document(prepared: PreparedMerge, run: RunOptions, place: AnyPlace) -> 
     def sections() -> Iterator[Section]:
         yield Overview(list(rows()))
         yield target.files_table(plan)
+        yield from target.space_warning(plan, place)
 
     return Document(json, sections, dst.notes, len(plan.outputs))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.answers.document import Document, Message, Section
+from ckpttool.answers.document import Document, Message, Overview, Section
 from ckpttool.core.words import count, short
 from ckpttool.quant.keep import kept_words
 from ckpttool.report import target
 
 if TYPE_CHECKING:
+    from ckpttool.core.files import AnyPlace
     from ckpttool.execute import RunOptions
     from ckpttool.ops.reshard import ReshardResult
     from ckpttool.targeting.build import Prepared
@@ -50,7 +51,7 @@ def _summary(prepared: Prepared) -> str:
     return "\n".join(lines + ([kept_words(recoded.kept)] if recoded.kept else []))
 
 
-def plan_document(prepared: Prepared, run: RunOptions) -> Document:
+def plan_document(prepared: Prepared, run: RunOptions, dst: AnyPlace) -> Document:
     """``--dry-run``: what becomes of the weights, and the files that would be written."""
 
     def json() -> dict[str, Any]:
@@ -58,6 +59,7 @@ def plan_document(prepared: Prepared, run: RunOptions) -> Document:
             "schema": "ckpttool.quantize-plan/1",
             **_cast_json(prepared),
             "buffers": run.memory,
+            **target.space_json(prepared.plan, dst),
             **target.share_json(prepared.plan, run),
             "notes": prepared.notes,
         }
@@ -65,7 +67,9 @@ def plan_document(prepared: Prepared, run: RunOptions) -> Document:
     def sections() -> Iterator[Section]:
         yield Message(_summary(prepared))
         yield from map(Message, target.share_lines(prepared.plan, run))
+        yield Overview([target.space_row(prepared.plan, dst)])
         yield target.files_table(prepared.plan)
+        yield from target.space_warning(prepared.plan, dst)
 
     return Document(json, sections, prepared.notes, len(prepared.plan.outputs))
 

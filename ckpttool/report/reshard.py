@@ -64,6 +64,7 @@ def plan_document(prepared: Prepared, run: RunOptions, dst: AnyPlace) -> Documen
             [*first, *target.target_rows(prepared), *work, target.memory_row(run), target.space_row(plan, dst)]
         )
         yield target.files_table(plan)
+        yield from target.space_warning(plan, dst)
 
     return Document(json, sections, prepared.notes, len(plan.outputs))
 

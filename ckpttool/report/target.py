@@ -127,9 +127,18 @@ def space_row(plan: Plan, dst: AnyPlace) -> tuple[str, str]:
     if not isinstance(parse_place(dst), Path):
         return ("upload", need)
     text = f"needs {need}" + ("" if free is None else f", {short(free)} free")
-    if disk["fits"] is False:
-        text += ": not enough, the run would be refused"
     return ("disk", text + ("; the old DST stays until the new one is complete" if disk["replaces"] else ""))
+
+
+def space_warning(plan: Plan, dst: AnyPlace) -> list[Section]:
+    """A warning where DST does not fit; nothing otherwise."""
+    disk = space_json(plan, dst)["disk"]
+    if disk["fits"] is not False:
+        return []
+    need, free = short(disk["needed"]), short(disk["free"])
+    return [
+        Message(f"warning: not enough disk space: DST needs {need}, {free} are free; this run would fail", quiet=True)
+    ]
 
 
 # -- after a run

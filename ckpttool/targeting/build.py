@@ -29,6 +29,7 @@ from ckpttool.formats.base import TrainingState, WriteRequest
 from ckpttool.layout.family import Family
 from ckpttool.layout.scales import weight_of
 from ckpttool.layout.statements import Rename, Transform
+from ckpttool.layout.unknown import sizes_from
 from ckpttool.planning.planner import Computed, build_plan
 from ckpttool.planning.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
 from ckpttool.targeting.components import chosen_components, in_one_dtype, with_single
@@ -116,6 +117,15 @@ def plan_target(
     that lie beside the output, in place of companions of these names.
     """
     activity.begin("planning")
+    with sizes_from(source.config, str(source.stored.root)):
+        return _planned(source, target, selection, computed, written)
+
+
+def _planned(
+    source: Checkpoint, target: Target, selection: Selection, computed: Computed | None,
+    written: Sequence[tuple[str, bytes]],
+) -> Prepared:  # fmt: skip
+    """The steps of ``plan_target``."""
     notes = [*source.notes, *(d.text for d in (doubts(source.catalog) if computed is None else ()))]
     equal: list[EqualPair] = []
     goal = _decide(source, target, notes)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, refuse_empty
 from ckpttool.core.catalog import Catalog, Key, LogicalTensor, StoredTensor, whole_tensor
-from ckpttool.core.dtypes import CASTABLE, DTYPES, find, parse
+from ckpttool.core.dtypes import CASTABLE, DTYPES, find
 from ckpttool.core.geometry import contiguous_strides
 from ckpttool.core.patterns import matching
 from ckpttool.core.plan import Compute, Operand, Quantize, Result, Scaled
@@ -95,15 +95,15 @@ class Recoded:
 
 def high(text: str, option: str) -> str:
     """A dtype for weights in high precision, as people write it. Raises UsageError for others."""
-    if find(text) is None and text in WRITERS:
+    found = find(text)
+    if found is None and text in WRITERS:
         raise UsageError(
             f"{option} takes a dtype, and `{text}` is a format",
             hint=f"ckpttool reshard SRC DST --requant RECIPE --to {text}",
         )
-    found = parse(text).name
-    if found not in HIGH:
+    if found is None or found.name not in HIGH:
         raise UsageError(f"{option} {text}: dequantized weights are bf16, f16 or f32", hint="--recipe quantizes")
-    return found
+    return found.name
 
 
 def high_precision(config: Mapping[str, Any]) -> str:

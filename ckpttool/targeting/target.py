@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.core.dtypes import CASTABLE, parse
+from ckpttool.core.dtypes import CASTABLE, find, parse
 from ckpttool.core.files import Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, NamingContext, dialect
@@ -79,14 +79,14 @@ class Goal:
 
 
 def castable(text: str) -> str:
-    """The dtype that --dtype says, or "". Raises UsageError for one that takes more than a cast."""
-    dtype = parse(text).name if text else ""
-    if dtype and dtype not in CASTABLE:
+    """The dtype that --dtype names, or "". Raises UsageError for an unknown one, and for one that needs scales."""
+    found = find(text)
+    if text and (found is None or found.name not in CASTABLE):
         raise UsageError(
-            f"--dtype {text} is not a cast: it needs scales",
+            f"--dtype {text} is not a cast: it needs scales" if found else f"--dtype: unknown dtype `{text}`",
             hint="cast to one of " + ", ".join(sorted(d.lower() for d in CASTABLE)),
         )
-    return dtype
+    return found.name if found else ""
 
 
 def check_target(target: Target, writer: Writer, source: Checkpoint) -> None:

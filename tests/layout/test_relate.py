@@ -470,7 +470,7 @@ def test_rotary_pairs_keep_the_rule_and_are_cut_between_heads() -> None:
     [
         ("F8_E4M3", (24, 5), {"heads": 4, "kv": 1}, UnsupportedError, "is F8_E4M3: rows of quantized weights"),
         ("U8", (60, 1), {"heads": 4, "kv": 1}, UnsupportedError, "is U8: rows of quantized weights"),
-        ("F32", (24, 5), {"kv": 1}, LayoutError, "the number of heads is not known"),
+        ("F32", (24, 5), {"kv": 1}, LayoutError, "config.json does not give the size `heads`"),
         ("F32", (28, 5), {"heads": 4, "kv": 1}, LayoutError, r"\[28, 5\] does not divide into 4 heads of an even size"),
     ],
 )

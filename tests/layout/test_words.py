@@ -226,7 +226,7 @@ def test_a_size_that_one_layer_lacks(tmp_path: Path) -> None:
     family = family_of(tmp_path, config={**CONFIG, "text_config": text_config})
     place = family.placement("b.2.k.weight")
     assert place is not None
-    with pytest.raises(LayoutError, match="the size `kv_heads` of layer 2 is not known"):
+    with pytest.raises(LayoutError, match="does not give the size `kv_heads` of layer 2"):
         local_boxes(place.rule, (4, 4), PartitionContext(Mesh(tp=2), family.sizes), Mesh(tp=2).coords(0))
 
 

@@ -20,10 +20,11 @@ def full(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
 
 
-@pytest.mark.parametrize("command", ["reshard", "merge"])
+@pytest.mark.parametrize("command", ["reshard", "merge", "quantize", "drop-keys"])
 def test_what_is_needed_is_what_is_written(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shutil.copytree(SOURCE, tmp_path / "other")
-    words = (command, SOURCE, *([other, "-o"] if command == "merge" else []), tmp_path / "out")
+    before, after = {"merge": ([other, "-o"], []), "drop-keys": ([], ["*norm*"])}.get(command, ([], []))
+    words = (command, SOURCE, *before, tmp_path / "out", *after)
     plan = json.loads(ckpttool(*words, "--dry-run", "--json").out)
     disk, names = plan["disk"], [f["name"] for f in plan["files"]]
     assert ckpttool(*words).code == 0
@@ -40,7 +41,8 @@ def test_a_run_without_space_writes_nothing(tmp_path: Path, monkeypatch: pytest.
     full(monkeypatch, 1 << 20)
     done = ckpttool("reshard", SOURCE, tmp_path / "out", "--dry-run", merged=True)
     assert done.code == 0
-    assert ", 1.05 MB free: not enough, the run would be refused" in done.out
+    assert "warning: not enough disk space: DST needs " in done.out
+    assert ", 1.05 MB are free; this run would fail" in done.out
     assert "not enough space" in refused(SOURCE, tmp_path / "out")
 
 

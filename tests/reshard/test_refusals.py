@@ -528,6 +528,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], int, tuple[str, ...]]] = {
     "ranks are not numbers": (("--tp-out", 2, "--ranks-out", "a-b"), 2, ("not a list of numbers",)),
     "ranks backwards": (("--tp-out", 2, "--ranks-out", "1-0"), 2, ("--ranks-out",)),
     "verify of some ranks": (("--tp-out", 2, "--ranks-out", "0", "--verify"), 2, ("--verify needs all ranks",)),
+    "an unknown dtype to cast to": (("--dtype", "zz"), 2, ("--dtype: unknown dtype `zz`", "bf16")),
     "fp8 is not a cast": (("--dtype", "fp8"), 2, ("not a cast", "bf16")),
     "int is not a cast": (("--dtype", "int32"), 2, ("not a cast",)),
     "unknown dtype": (("--dtype", "bf17"), 1, ("unknown dtype `bf17`",)),

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.core.mesh import Mesh
 from ckpttool.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from ckpttool.formats import base
-from ckpttool.formats.config import config_fields
+from ckpttool.formats.config import config_fields, missing_config
 from ckpttool.storage.listing import Listing
 
 _NAME = r"rank(?P<rank>\d+)\.safetensors"
@@ -110,6 +110,8 @@ class TensorRTLLM:
         mesh = request.mesh
         source = request.source
         own = source.native_config if source and source.format == self.name else {}
+        if not own and not request.config:
+            raise missing_config("the config of TensorRT-LLM is made from it", source and source.root)
         config = {
             **(own or from_hugging_face(request.config)),
             "use_parallel_embedding": False,

@@ -10,9 +10,9 @@ from typing import Any
 
 from ckpttool.containers.pickle import Global, PickledObject, printable
 from ckpttool.core.mesh import Mesh
-from ckpttool.errors import CkptError, ConflictError, IncompleteError, UnsupportedError
+from ckpttool.errors import CkptError, ConflictError, UnsupportedError
 from ckpttool.formats import base
-from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, ties_head, whole_number
+from ckpttool.formats.config import EXPERTS, LAYERS, config_fields, missing_config, ties_head, whole_number
 from ckpttool.formats.megatron.fields import Fields, shown
 from ckpttool.formats.megatron.models import ModelKind, kind_named, kind_of, refuse_others
 from ckpttool.formats.megatron.names import LOCAL, TRANSFORMER_ENGINE
@@ -159,14 +159,11 @@ def args_of(request: base.WriteRequest, rows: int, *, grouped: bool = False, dis
     ``rows`` are those of the padded vocabulary. ``grouped``: experts have the names of TEGroupedMLP. ``dist``:
     torch_dist.
     What ``load_args_from_checkpoint`` reads, and plain values only. Raises UnsupportedError for a model or a mesh that
-    Megatron does not compute, IncompleteError without config.json.
+    Megatron does not compute, LayoutError without config.json.
     """
     config = config_fields(request.config)
     if not config:
-        raise IncompleteError(
-            "Megatron's files say what the model is, and the source has no config.json",
-            hint="put the model's config.json beside SRC",
-        )
+        raise missing_config("Megatron's arguments are made from it", request.source and request.source.root)
     c = Fields(config, CONFIG)
     kind = kind_named(str(config.get("model_type", "")))
     if kind is None:

@@ -29,8 +29,9 @@ from ckpttool.core.catalog import SHAPE_FROM_RULES, SHARDED, Catalog, FlatShard,
 from ckpttool.core.files import DataFile, Place, source_files
 from ckpttool.core.mesh import MAX_WORLD, Mesh
 from ckpttool.core.notes import Note
-from ckpttool.errors import ConflictError, CorruptError, IncompleteError
+from ckpttool.errors import ConflictError, CorruptError, IncompleteError, UnsupportedError
 from ckpttool.formats import base
+from ckpttool.formats.config import missing_config
 from ckpttool.formats.paddle import config as paddle_config
 from ckpttool.formats.paddle.sharding import end_to_end
 from ckpttool.formats.paddle.training import TRAINER_FILES, left_out, read_training, schedule_file, small_files
@@ -114,8 +115,12 @@ class Unified:
         return Mesh()
 
     def write(self, request: base.WriteRequest) -> base.FileLayout:
-        """Whole tensors, shared out to files in model order; every component has a file for each rank asked for."""
+        """Whole tensors, shared out to files in model order; every component has a file for each rank asked for.
+
+        Raises LayoutError or UnsupportedError for tensors that could not be read again as they are.
+        """
         version = request.version
+        _check_readable(request)
         tensors = request.ranks[0]
         groups: list[tuple[str, int, Sequence[RankTensor], Mapping[str, str] | None]] = []
         indexes: list[tuple[str, bytes]] = []
@@ -189,6 +194,27 @@ class Unified:
                 )
                 indexes.append((index_name(stem), _index_without(data, stem, [kept[i] for i in found], lost, moments)))
         return base.Remainder(kept, indexes)
+
+
+def _check_readable(request: base.WriteRequest) -> None:
+    """Raises LayoutError or UnsupportedError for what a reader of the files would take for something else."""
+    tensors = request.ranks[0]
+    linear = [
+        t for t in tensors
+        if t.component == "model" and paddle_config.is_linear(t.name, len(t.whole), request.config)
+    ]  # fmt: skip
+    told = {t.name for t in linear if t.whole[0] != t.whole[1]} & {
+        t.name for t in tensors if t.component == "master_weights" or t.state == "moment1_0"
+    }
+    if linear and not told and not request.config and not request.version.startswith("paddlenlp"):
+        root = request.source and request.source.root
+        why = "readers of --to unified learn from it which way round linear weights lie"
+        raise missing_config(why, root, linear[0].name)
+    if odd := next((t for t in tensors if t.dtype == "U16"), None):
+        raise UnsupportedError(
+            f"`{odd.name}` is U16, and Paddle would read it as BF16",
+            hint=f"drop it with --remove-keys '{odd.name}', or write another format",
+        )
 
 
 def _parameter(name: str, stem: str) -> str:

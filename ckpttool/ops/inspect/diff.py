@@ -144,7 +144,7 @@ class DiffResult:
         verdict = self.verdict("left", "right")
         return f"<DiffResult {self.left.path}, {self.right.path}: {verdict.word}: {verdict.counts}>"
 
-    def verdict(self, left: str = "SRC", right: str = "OTHER") -> DiffVerdict:
+    def verdict(self, left: str = "A", right: str = "B") -> DiffVerdict:
         """What is known, for every place that shows it; ``left`` and ``right`` are what it calls the two sides."""
         compared = count(self.compared, "tensor") + (" under Hugging Face names" if self.renamed else "")
         counts, word = compared, "equal" if self.equal else "no difference" if self.values else "same headers"

@@ -49,7 +49,7 @@ from ckpttool.targeting.parts import Several, in_part, part_target
 from ckpttool.targeting.prediction import settled
 from ckpttool.targeting.recode import Recoding
 from ckpttool.targeting.select import Selection
-from ckpttool.targeting.target import Target
+from ckpttool.targeting.target import Target, castable
 from ckpttool.targeting.verify import look_through
 from ckpttool.vocabulary.read import TOKENIZER_FILES
 
@@ -139,8 +139,8 @@ def prepare(
     selection = replace(selection, remove=(*selection.remove, *recipe.remove_keys))
     refs = recipe.references()
     masters = recipe.component != "model"
-    dtype = target.dtype or recipe.out_dtype or recipe.dtype
-    dtype = parse(dtype).name if dtype else ""
+    chosen = castable(target.dtype) or recipe.out_dtype or recipe.dtype
+    dtype = parse(chosen).name if chosen else ""
     if masters:
         _check_masters(recipe, refs, dtype)
     models = _opened(recipe, refs, options, choices, selection.remove)

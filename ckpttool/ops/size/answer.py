@@ -208,9 +208,6 @@ def _sizes(model: SizedModel, question: Question) -> SizeReport:
     return out
 
 
-"""What to add, where the option alone does not say it."""
-
-
 def _sensible(question: Question) -> None:
     """Options that would do nothing are errors."""
     q = question
