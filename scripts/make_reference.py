@@ -71,7 +71,9 @@ def guide_of(word: str) -> str:
 
     docs = ROOT / "docs"
     names = [word, *(old for old, new in ALIASES.items() if new == word)]
-    found = [path for name in names for path in (docs / f"{name}.md", *sorted(docs.glob(f"*/{name}.md"))) if path.exists()]
+    found = [
+        path for name in names for path in (docs / f"{name}.md", *sorted(docs.glob(f"*/{name}.md"))) if path.exists()
+    ]
     return str(found[0].relative_to(docs)) if found else ""
 
 
