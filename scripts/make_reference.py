@@ -1,8 +1,7 @@
 """Write what follows from the code in docs/: python scripts/make_reference.py
 
     docs/formats.md                             the formats, and what each can hold, from their capabilities
-    docs/reference.md                           the commands, from the command line itself
-    docs/reference/options.md                   every option once, with the commands that have it
+    docs/reference.md                           the commands, and every option once, from the command line itself
     docs/errors.md, docs/findings.md            what `ckpttool explain` prints, from ckpttool/report/explained/
     docs/layouts/namings.md, docs/layouts.md    the families of each naming; those as transformers cuts
 
@@ -70,8 +69,12 @@ def guide_of(word: str) -> str:
     """The guide to a command, below docs/; it may have a former name. "" where there is none."""
     from ckpttool.cli.help import ALIASES
 
-    names = [f"{name}.md" for name in (word, *(old for old, new in ALIASES.items() if new == word))]
-    return next((name for name in names if (ROOT / "docs" / name).exists()), "")
+    docs = ROOT / "docs"
+    names = [word, *(old for old, new in ALIASES.items() if new == word)]
+    found = [
+        path for name in names for path in (docs / f"{name}.md", *sorted(docs.glob(f"*/{name}.md"))) if path.exists()
+    ]
+    return str(found[0].relative_to(docs)) if found else ""
 
 
 def commands() -> str:
@@ -100,10 +103,17 @@ def options() -> str:
                 rows.setdefault(title, {}).setdefault(option_row(p), []).append(word)
     lines = []
     for title in sorted(rows, key=[*titles()].index):
-        lines += ["", f"## {title}", "", "| option | meaning | commands |", "| --- | --- | --- |"]
-        for row, words in rows[title].items():
-            lines.append(f"{row} {'all' if set(every) <= set(words) else ', '.join(words)} |")
+        lines += ["", f"### {title}", "", "| option | meaning | commands |", "| --- | --- | --- |"]
+        lines += [f"{row} {having(words, every)} |" for row, words in rows[title].items()]
     return "\n".join(lines[1:])
+
+
+def having(words: list[str], every: list[str]) -> str:
+    """The commands that have an option, as few words as say it: "all", "all but x", or their names."""
+    lacking = [word for word in every if word not in words]
+    if not lacking:
+        return "all"
+    return f"all but {', '.join(lacking)}" if len(lacking) <= 3 and {*words} <= {*every} else ", ".join(words)
 
 
 def families() -> str:
@@ -202,7 +212,7 @@ TABLES = {
     "errors": ("docs/errors.md", lambda: explained("docs/errors.md", examples=False)),
     "all findings": ("docs/findings.md", lambda: explained("docs/findings.md")),
     "commands": ("docs/reference.md", commands),
-    "options": ("docs/reference/options.md", options),
+    "options": ("docs/reference.md", options),
     "families": ("docs/layouts/namings.md", families),
     "generated families": ("docs/layouts.md", generated),
 }

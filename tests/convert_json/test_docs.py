@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ckpttool.answers.findings import CHECKPOINT, PROGRAM
-from ckpttool.formats.paddle.pir_patches import PATCHES
 from ckpttool.ops.convert_json.check import check_program
 from tests.convert_json import test_params, test_pdmodel, test_pir
 from tests.convert_json.accepted import recorded
@@ -63,15 +62,6 @@ def test_what_paddle_does_was_measured() -> None:
         for loader, answer in zip(LOADERS, said.get(row[0].strip("`"), [set()] * 3), strict=True):
             own = [part.partition(": ")[2] for part in row[3].split("; ") if loader in part]
             assert answer <= set(re.findall(r"\w+", "; ".join(own) or row[3])), row
-
-
-def test_patched_operators_are_listed() -> None:
-    """The section names each operator under the number of its patch."""
-    page = (PAGES / "convert-json.md").read_text(encoding="utf-8")
-    section = page.split("\n### Versions\n")[1].split("\n### ")[0]
-    lines = re.findall(r"^\| [^|]+ \| (\d) \| (.*) \|$", section, re.MULTILINE)
-    found = {int(number): set(re.findall(r"`(\w+)`", operators)) for number, operators in lines}
-    assert found == {n: {op.partition(".")[2] for op in ops} for n, ops in PATCHES.items()}
 
 
 # -- raised by no table: what only the whole check can tell

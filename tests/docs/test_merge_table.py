@@ -1,6 +1,6 @@
 """The tables of docs/merge/ say what the methods are: formulas, parameters, bases, passes.
 
-`python -m tests.docs.test_merge_table` prints the two tables that follow from the code alone.
+`python -m tests.docs.test_merge_table` prints the one that follows from the code alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from math import prod
 
 import numpy as np
-import pytest
 
 from ckpttool.kernels.merge import METHODS
 from ckpttool.kernels.merge.base import MergeTensor, Method, Parameter
@@ -19,7 +18,7 @@ from tests.docs.runner import ROOT
 from tests.merge.driver import ArrayChunk
 
 ENTRY = ROOT / "docs" / "merge.md"
-PAGES = {"methods": "methods.md", "parameters": "methods.md", "passes": "mergekit.md"}
+PAGES = {"methods": "methods.md", "passes": "mergekit.md"}
 """The page of each table, in docs/merge/."""
 SHAPE = (64, 64)
 GIVEN = {"weight": 0.5, "density": 0.5, "epsilon": 0.1, "t": 0.5, "decay": 0.5}
@@ -54,21 +53,6 @@ def methods_table() -> list[str]:
         name = f"[`{m.name}`]({m.paper})" if m.paper else f"`{m.name}`"
         cells = (name, code(m.formula), m.base, models(m), parameters(m.per_model), parameters(m.whole))
         rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    return rows
-
-
-def parameters_table() -> list[str]:
-    """A row for each parameter; meanings that few methods have come after the usual one, with these methods."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for m in METHODS.values():
-        for name, p in {**m.per_model, **m.whole}.items():
-            found.setdefault(name, {}).setdefault(p.help, []).append(f"`{m.name}`")
-    rows = ["| parameter | meaning |", f"|{' --- |' * 2}"]
-    for name, meanings in sorted(found.items()):
-        texts: list[str] = []
-        for text, where in sorted(meanings.items(), key=lambda item: -len(item[1])):
-            texts.append((f"in {', '.join(where)}: " if texts else "") + text.replace("|", "\\|"))
-        rows.append(f"| `{name}` | {'; '.join(texts)} |")
     return rows
 
 
@@ -115,10 +99,6 @@ def test_their_number() -> None:
     assert f"\n- There are {len(METHODS)} methods:" in ENTRY.read_text(encoding="utf-8")
 
 
-def test_parameters() -> None:
-    assert table("parameters") == parameters_table(), "run: python -m tests.docs.test_merge_table"
-
-
 def test_every_method_has_its_passes() -> None:
     shown = [re.match(r"\| `(\w+)` \| (\d+)\b", row) for row in table("passes")[2:]]
     found = {m[1]: int(m[2]) for m in shown if m}
@@ -126,11 +106,9 @@ def test_every_method_has_its_passes() -> None:
     assert found == {name: passes(m) for name, m in METHODS.items()}
 
 
-@pytest.mark.parametrize("table", [methods_table, parameters_table])
-def test_rows_have_equally_many_cells(table: object) -> None:
-    assert callable(table)
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table()}) == 1
+def test_rows_have_equally_many_cells() -> None:
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in methods_table()}) == 1
 
 
 if __name__ == "__main__":
-    print("\n".join([*methods_table(), "", *parameters_table()]))  # noqa: T201
+    print("\n".join(methods_table()))  # noqa: T201
