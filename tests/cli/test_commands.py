@@ -66,7 +66,6 @@ def test_former_names_are_not_listed() -> None:
     out = ckpttool("--help").out
     assert "fp8-" not in out
     assert "quantize" in out
-    assert "size" not in ckpttool("size", "--help").out
 
 
 def test_json_of_a_former_name() -> None:
