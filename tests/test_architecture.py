@@ -75,8 +75,8 @@ LOCAL_MODULES = {
     "ckpttool.layout.files",
     "ckpttool.layout.ties",
     "ckpttool.ops.convert_json.check",
-    "ckpttool.ops.convert_json.durable",
-    "ckpttool.ops.convert_json.header",
+    "ckpttool.execute.durable",
+    "ckpttool.ops.inspect.header",
 }
 LOCAL_OS = {"open", "pread", "preadv", "scandir", "listdir", "walk", "stat", "lstat", "fstat", "access", "readlink"}
 LOCAL_METHODS = {"read_bytes", "read_text", "stat", "lstat", "iterdir", "glob", "rglob", "samefile", "fileno"}

@@ -1,4 +1,4 @@
-"""An index and its files against each other: what ``check`` and ``convert-json --index --check`` find."""
+"""An index and its files against each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.core.files import DataFile, Place
 from ckpttool.core.words import ranges
 from ckpttool.storage.listing import Listing
 
-ANEW = "rebuild the index: `ckpttool convert-json DIR --index`"
+ANEW = "rebuild the index: `ckpttool inspect DIR --write-index`"
 
 
 @dataclass(slots=True)
@@ -75,6 +75,27 @@ def check_numbers(listing: Listing, sets: Sets, wanted: Mapping[str, None], resu
         if beyond:
             text = f"shard {beyond[-1]} of {total}: the number is not from 1 to {total}"
             result.add("shard-numbering", text, f"{listing.root}/{stem}-*-of-{total:05d}.safetensors")
+
+
+def check_mixture(
+    listing: Listing, stem: str, files: Collection[str], wanted: Collection[str], result: CheckResult
+) -> bool:
+    """Report files of one stem that are those of several saves, where the index, which names the files ``wanted``, does
+    not say which of them count. Returns whether there are any.
+    """
+    if any(f in files for f in wanted):
+        return False
+    totals = sorted(total for s, total in sets_of(files) if s == stem)
+    single = f"{stem}.safetensors"
+    if len(totals) > 1:
+        shown = ", ".join(f"{stem}-*-of-{total:05d}" for total in totals)
+        text = f"shards of {len(totals)} sets are in one directory: {shown}"
+    elif totals and single in files:
+        text = f"{single} and numbered shards of it are in one directory"
+    else:
+        return False
+    result.add("shard-numbering", text, listing.root, "keep one set and move the others away")
+    return True
 
 
 def check_duplicates(

@@ -36,7 +36,7 @@ _OF_THE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR)
 _COMMANDS = {
     "reshard": ("reshard.reshard", "Change a checkpoint's parallelism, format or names."),
     "merge": ("merge.merge", "Merge several models into one, or the shards of one."),
-    "convert-json": ("convert_json.convert_json", "Convert or check Paddle programs; indexes, headers."),
+    "convert-json": ("convert_json.convert_json", "Convert or check Paddle programs."),
     "quantize": ("quantize.quantize", "Quantize to FP8, MXFP4, NVFP4; dequantize."),
     "size": ("size.size", "Estimate disk and GPU memory; does it fit?"),
     "inspect": ("inspect.inspect", "Show what is inside a checkpoint."),

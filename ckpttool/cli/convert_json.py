@@ -33,7 +33,7 @@ def convert_json(
     *,
     src: Annotated[
         str,
-        argument("SRC", "A program (.json, .pdmodel), or safetensors for --program, --index and --header."),
+        argument("SRC", "A program (.json, .pdmodel), or safetensors for --program."),
     ],
     dst: Annotated[str | None, argument("DST", "FILE.safetensors, or a directory to create.")] = None,
     params: Annotated[str | None, value("--params", "FILE", "Its parameters; default: the file beside it.")] = None,
@@ -47,20 +47,12 @@ def convert_json(
         str | None,
         value("--fix", "OUT.json", "Write the program with NaN as Paddle reads it; check it."),
     ] = None,
-    index: Annotated[bool, flag("--index", "Write the index of the shards in SRC; --check: verify.")] = False,
-    header: Annotated[bool, flag("--header", "Header of SRC as JSON, or SRC.json as the header of DST.")] = False,
-    output: Annotated[
-        str | None, value("-o --output", "FILE", "With --header: write a copy with the new header here.")
-    ] = None,
     flags: Annotated[ConvertFlags, options.without("verify", "manifest", "create_pr")],
     shown: options.OutputFlags,
 ) -> None:
-    """Convert a Paddle program and its parameters to safetensors and back; check programs, indexes and headers."""
-    tasks = (index, header, program is not None, fix is not None or (check and not index))
-    if sum(tasks) > 1:
-        raise UsageError("--check, --index, --header and --program are different tasks", hint="ask for one at a time")
-    if output is not None and not header:
-        raise UsageError("--output has no effect without --header", hint="pass DST")
+    """Convert a Paddle program and its parameters to safetensors and back, or check them."""
+    if program is not None and (fix is not None or check):
+        raise UsageError("--check and --program are different tasks", hint="run one at a time")
     unused: dict[str, object] = {
         "max_shard_size": max_shard_size,
         "resume": flags.resume,
@@ -72,20 +64,14 @@ def convert_json(
     from ckpttool.storage.place import parse_place
 
     source = parse_place(src)
-    if index:
-        _without(dst, "--index", params=params, names=names, force=flags.force, **unused)
-        _index(source, flags, shown, check=check)
-    elif header:
-        _without(None, "--header", params=params, names=names, **unused)
-        _header(source, place(dst), local(output), flags, shown)
-    elif check or fix is not None:
+    if check or fix is not None:
         _without(dst, "--check", dry_run=flags.dry_run, **unused)
         if fix is None:
             _without(None, "--check without --fix", force=flags.force)
         _check(source, place(params), place(names), local(fix), flags, shown)
     else:
         if dst is None:
-            raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check, --index, --header")
+            raise UsageError("there is no DST", hint="ckpttool convert-json SRC DST, or --check")
         from ckpttool.ops.convert_json.convert import execute, from_safetensors, to_safetensors
         from ckpttool.report import convert_json as report
         from ckpttool.report.render import show
@@ -134,49 +120,3 @@ def _check(
         show(report.check_document(result, repaired), as_json=shown.json, quiet=shown.quiet)
     if not result.ok:
         raise typer.Exit(3)
-
-
-def _index(src: Place, flags: ConvertFlags, shown: options.OutputFlags, *, check: bool) -> None:
-    from ckpttool.ops.convert_json import index
-    from ckpttool.report import convert_json as report
-    from ckpttool.report.render import show
-
-    if check:
-        result = index.verify(src)
-        with reader_may_leave():
-            show(report.check_document(result), as_json=shown.json, quiet=shown.quiet)
-        if not result.ok:
-            raise typer.Exit(3)
-        return
-    show(report.index_document(index.rebuild(src, dry_run=flags.dry_run)), as_json=shown.json, quiet=shown.quiet)
-
-
-def _header(
-    src: Place, dst: Place | None, output: Path | None, flags: ConvertFlags, shown: options.OutputFlags
-) -> None:
-    from ckpttool.ops.convert_json import header
-    from ckpttool.report import convert_json as report
-    from ckpttool.report.render import show
-    from ckpttool.report.text import write
-    from ckpttool.storage.place import local_path
-
-    if dst is None:
-        if src.suffix == ".json":
-            raise UsageError(
-                "there is no file for this header",
-                where=str(src),
-                hint=f"ckpttool convert-json {src} FILE.safetensors --header",
-            )
-        _without(None, "--header without OUT.json", output=output, dry_run=flags.dry_run, force=flags.force)
-        write(header.dump(src))
-    elif src.name.endswith(header.BACKUP) and dst.suffix != ".json":
-        _without(None, "--header with a backup", output=output, force=flags.force)
-        restored = header.restore(local_path(src), local_path(dst), dry_run=flags.dry_run)
-        show(report.header_document(restored), as_json=shown.json, quiet=shown.quiet)
-    elif dst.suffix == ".json" and src.suffix != ".json":
-        _without(None, "--header with OUT.json", output=output, dry_run=flags.dry_run, json=shown.json)
-        header.write_dump(src, local_path(dst), force=flags.force)
-    else:
-        file = local_path(dst)
-        result = header.apply(local_path(src), file, out=output, dry_run=flags.dry_run, force=flags.force)
-        show(report.header_document(result), as_json=shown.json, quiet=shown.quiet)

@@ -28,11 +28,12 @@ _FIRST = {
 _GROUPS = (
     (
         "What to show",
-        """list_ files ranks svg stats histogram digest total show metadata checkpoints imports suggest_family check
-        diff html depth""",
+        """list_ files ranks svg stats histogram digest total show metadata header checkpoints imports suggest_family
+        check diff html depth""",
     ),
     ("Comparison and check", "headers_only values atol rtol findings check_total_size"),
-    ("Paddle programs", "params names program fix index header"),
+    ("Repair", "set_header copy write_index"),
+    ("Paddle programs", "params names program fix"),
     ("How to merge", "output method weights base param seed rng missing vocab allow_nonfinite report card"),
     ("How to quantize", "recipe block scale_dtype quant_method code static_act edge keep include keep_preset no_mtp"),
     ("KV cache and devices", "kv tokens max_model_len batch gpu utilization"),
@@ -85,7 +86,6 @@ EXAMPLES = {
     "convert-json": (
         "ckpttool convert-json model.json model.safetensors",
         "ckpttool convert-json model.json --check",
-        "ckpttool convert-json llama --index --check",
     ),
     "inspect": (
         "ckpttool inspect llama_tp8",

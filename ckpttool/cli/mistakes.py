@@ -130,8 +130,8 @@ _HERE = {
         "join unshard consolidate combine gather average soup merge-shards merge-lora lora"
     ),
     "`ckpttool drop-keys SRC DST PATTERN`": "drop remove delete rm prune strip filter",
-    "`ckpttool convert-json DIR --index`": "index reindex",
-    "`ckpttool convert-json FILE --header`": "header metadata",
+    "`ckpttool inspect DIR --write-index`": "index reindex",
+    "`ckpttool inspect FILE --header`": "header metadata",
 }
 """Commands that other tools have, or that people expect, by the command that does it here."""
 _COMMANDS_OF_OTHERS = {word: hint for hint, words in _HERE.items() for word in words.split()}
@@ -189,7 +189,7 @@ def _no_such_option(option: str, command: Any, path: str, name: str) -> UsageErr
     written = next((a for a in sys.argv if a.startswith(option) and not a.startswith("--")), option)
     wrong = written.partition("=")[0]
     long = "--" + written.lstrip("-").partition("=")[0].replace("_", "-").lower()
-    if instead := _INSTEAD.get((name, wrong)) or _moved(name, wrong):
+    if instead := _INSTEAD.get((name, wrong)) or _moved(name, wrong) or _repair(name, wrong):
         return UsageError(f"{name} has no option {wrong}", hint=instead)
     if name == "merge" and _is_method_parameter(long.removeprefix("--").replace("-", "_")):
         return UsageError(
@@ -213,6 +213,33 @@ def _moved(name: str, option: str) -> str:
                 written, given = _as_written(option)
                 return hint.format(written=written, value=given or "VALUE")
     return ""
+
+
+def _repair(name: str, option: str) -> str:
+    """The command line for what convert-json did with headers and indexes; "" for another option."""
+    if name != "convert-json" or option not in ("--header", "--index", "-o", "--output"):
+        return ""
+    words = iter(sys.argv[sys.argv.index(name) + 1 :])
+    files: list[str] = []
+    copy = dry = ""
+    for word in words:
+        if word in ("-o", "--output"):
+            copy = f" -o {shlex.quote(next(words, 'NEW'))}"
+        elif word in ("-n", "--dry-run"):
+            dry = " --dry-run"
+        elif not word.startswith("-"):
+            files.append(shlex.quote(word))
+    if "--index" in sys.argv:
+        where = "".join(files[:1]) or "DIR"
+        return (
+            f"`ckpttool check {where}`" if "--check" in sys.argv else f"`ckpttool inspect {where} --write-index{dry}`"
+        )
+    first, second = (*files, "", "")[:2]
+    if second.endswith(".json") and not first.endswith(".json"):
+        return f"`ckpttool inspect {first} --header > {second}`"
+    if second or first.endswith(".json"):
+        return f"`ckpttool inspect {second or 'FILE.safetensors'} --set-header {first}{copy}{dry}`"
+    return f"`ckpttool inspect {first or 'FILE'} --header`"
 
 
 def _as_written(option: str) -> tuple[str, str]:

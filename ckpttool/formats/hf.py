@@ -376,7 +376,7 @@ def _weight_map(listing: Listing, name: str, notes: list[str]) -> dict[str, str]
             raise ConflictError(
                 f"the index says that `{tensor}` is in `{file}`, {why}",
                 where=str(listing.path(name)),
-                hint=f"`ckpttool convert-json {listing.root} --index` rebuilds it from the shards",
+                hint=f"`ckpttool inspect {listing.root} --write-index` rebuilds it from the shards",
             )
     return found
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ckpttool.formats.paddle import Program
     from ckpttool.ops.convert_json.check import Repaired
     from ckpttool.ops.convert_json.convert import Converted, PreparedConversion
-    from ckpttool.ops.convert_json.header import HeaderResult
-    from ckpttool.ops.convert_json.index import IndexResult
 
 
 # -- programs
@@ -134,71 +132,7 @@ def check_document(result: CheckResult, repaired: Repaired | None = None) -> Doc
             hint = f" ({plain(f.hint)})" if f.hint else ""
             yield Paragraph(f"{f.severity} {f.id}: {where}{plain(f.text)}{also}{hint}", quiet=True)
         yield from [Message(f"note: {plain(note)}") for note in result.notes]
-        checked = ", ".join(count(n, what, _PLURALS.get(what, "")) for what, n in result.checked.items())
+        checked = ", ".join(count(n, what) for what, n in result.checked.items())
         yield Paragraph(f"{plain(str(result.path))}: {result.counts}" + (f" in {checked}" if checked else ""))
 
     return Document(json, sections, entries=len(result.findings))
-
-
-_PLURALS = {"index": "indexes"}
-
-# -- safetensors
-
-
-def index_document(result: IndexResult) -> Document:
-    """A line for each index."""
-
-    def json() -> dict[str, Any]:
-        indexes = [pick(i, "name state shards tensors total_size changes notes") for i in result.indexes]
-        said = {"schema": "ckpttool.index/1", "path": str(result.path), **pick(result, "dry_run written")}
-        return {**said, "indexes": indexes, "notes": result.notes}
-
-    def sections() -> Iterator[Section]:
-        for i in result.indexes:
-            state = f"would be {i.state}" if result.dry_run and i.state == "written" else i.state
-            total = f", {short(i.total_size)}" if i.total_size is not None else ""
-            what = f"{count(i.tensors, 'tensor')} in {count(len(i.shards), 'shard')}{total}"
-            yield Paragraph("\n".join([f"{plain(i.name)}: {state}; {what}", *(f"  {plain(c)}" for c in i.changes)]))
-
-    notes = [*result.notes, *(f"{i.name}: {n}" for i in result.indexes for n in i.notes)]
-    return Document(json, sections, notes, len(result.indexes))
-
-
-def header_document(result: HeaderResult) -> Document:
-    """What an edited header changed, and how it came into the file."""
-
-    def json() -> dict[str, Any]:
-        return {
-            "schema": "ckpttool.header/1",
-            "file": str(result.file),
-            "path": str(result.out),
-            **pick(result, "how dry_run tensors header_bytes bytes_written renamed"),
-            "changed": [c._asdict() for c in result.changed],
-            **pick(result, "added removed"),
-            "metadata": [c._asdict() for c in result.metadata],
-            "notes": result.notes,
-        }
-
-    def sections() -> Iterator[Section]:
-        how = _HOW[result.how]
-        if result.dry_run and result.how != "unchanged":
-            how = f"would be {how}"
-        size = f", {short(result.bytes_written)} written" if result.bytes_written and not result.dry_run else ""
-        yield Paragraph(f"{plain(str(result.out))}: {how}, {count(result.tensors, 'tensor')}{size}")
-        lines = [f"{plain(a)} -> {plain(b)}" for a, b in result.renamed]
-        lines += [f"{plain(c.name)}: {c.what} {c.before} -> {c.after}" for c in result.changed]
-        lines += [f"+ {plain(n)}" for n in result.added] + [f"- {plain(n)}" for n in result.removed]
-        lines += [f"metadata {plain(c.key)}: {_value(c.before)} -> {_value(c.after)}" for c in result.metadata]
-        yield from [Paragraph(f"  {line}") for line in lines[:_LINES]]
-        if len(lines) > _LINES:
-            yield Paragraph(f"  and {len(lines) - _LINES} more changes (--json lists all)")
-
-    return Document(json, sections, result.notes, len(result.renamed) + len(result.changed))
-
-
-_LINES = 20
-_HOW = {"unchanged": "unchanged", "in place": "changed in place", "copied": "rewritten", "restored": "restored"}
-
-
-def _value(value: str | None) -> str:
-    return "none" if value is None else repr(plain(value))

@@ -36,6 +36,8 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "inspect SRC": ("inspect", URL),
     "inspect --check": ("inspect", URL, "--check"),
     "inspect --imports": ("inspect", URL, "--imports"),
+    "inspect --header": ("inspect", URL, "--header"),
+    "inspect --write-index": ("inspect", URL, "--write-index"),
     "inspect --diff": ("inspect", HERE, "--diff", URL),
     "quantize SRC": ("quantize", URL, "dst"),
     "quantize DST": ("quantize", HERE, URL),
@@ -46,8 +48,6 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "convert-json --params": ("convert-json", PROGRAM, "dst", "--params", URL),
     "convert-json --names": ("convert-json", PROGRAM, "dst", "--names", URL),
     "convert-json --program": ("convert-json", HERE, "dst", "--program", URL),
-    "convert-json --index": ("convert-json", URL, "--index"),
-    "convert-json --header": ("convert-json", URL, "--header"),
 }
 
 CALLS: dict[str, Callable[[], object]] = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CorruptError, OutputError
-from ckpttool.ops.convert_json import check, durable
+from ckpttool.execute import durable
+from ckpttool.ops.convert_json import check
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/paddle_programs"
 

@@ -77,21 +77,11 @@ def test_quiet(tmp_path: Path) -> None:
     [
         [PIR],
         [PIR, "out", "--check"],
-        [PIR, "--check", "--index"],
-        [PIR, "--check", "--header"],
-        [PIR, "--index", "--header"],
         [PIR, "out", "--program", PIR, "--check"],
-        [PIR, "out", "--program", PIR, "--index"],
         [PIR, "--check", "--max-shard-size", "1MB"],
         [PIR, "--check", "--resume"],
         [PIR, "--check", "--dry-run"],
         [PIR, "out.safetensors", "--max-shard-size", "1MB"],
-        [PIR, "out", "--output", "x"],
-        [PROGRAMS, "--index", "--names", "x"],
-        [PROGRAMS, "--index", "--fix", "x.json"],
-        [PROGRAMS, "out", "--index"],
-        ["m.safetensors", "--header", "--params", "x"],
-        ["m.safetensors", "--header", "--force"],
         ["m.safetensors", "out", "--program", PIR, "--params", "x"],
         ["m.safetensors", "out", "--program", PIR, "--max-shard-size", "1MB"],
         ["m.safetensors", "out"],
@@ -141,60 +131,6 @@ def test_the_repair_is_checked(tmp_path: Path) -> None:
     said = answer("convert-json", PROGRAMS / "nan_attr/model.json", "--fix", tmp_path / "fixed.json", "--force")
     assert said["repaired"] == {"path": str(tmp_path / "fixed.json"), "attributes": 1}
     assert "exists" in refused("convert-json", PROGRAMS / "nan.json", "--fix", tmp_path / "fixed.json", code=1)
-
-
-# -- index and header
-
-
-def shards(directory: Path) -> Path:
-    directory.mkdir()
-    for i in (1, 2):
-        save_file({f"w{i}": np.full(4, i, np.float32)}, directory / f"model-{i:05d}-of-00002.safetensors")
-    return directory
-
-
-def test_index(tmp_path: Path) -> None:
-    src = shards(tmp_path / "src")
-    said = answer("convert-json", src, "--index", "--check")
-    assert [f["id"] for f in said["findings"]] == ["no-index"]
-    assert "would be written" in ok("convert-json", "--index", src, "--dry-run")
-    assert not (src / "model.safetensors.index.json").exists()
-    assert "written; 2 tensors in 2 shards, 32 bytes" in ok("convert-json", "--index", src)
-    assert answer("convert-json", "--index", src)["written"] == 0
-    assert ok("convert-json", "--index", src, "--check").startswith(f"{src}: 0 errors, 0 warnings")
-    index = json.loads((src / "model.safetensors.index.json").read_text())
-    index["weight_map"]["w1"] = "model-00002-of-00002.safetensors"
-    (src / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ckpttool("convert-json", "--index", src, "--check").code == 3
-    (src / "model-00001-of-00002.safetensors").unlink()
-    assert "missing" in refused("convert-json", "--index", src, code=1)
-
-
-def test_header(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"a": np.arange(6, dtype=np.uint16)}, path, {"format": "np"})
-    text = ok("convert-json", "--header", path)
-    data = json.loads(text)
-    assert data["a"]["dtype"] == "U16"
-    ok("convert-json", "--header", path, tmp_path / "h.json")
-    assert (tmp_path / "h.json").read_text() == text
-    data["b"] = dict(data.pop("a"), dtype="F16", shape=[2, 3])
-    data["__metadata__"]["format"] = "pt"
-    (tmp_path / "h.json").write_text(json.dumps(data))
-    out = ok("convert-json", "--header", tmp_path / "h.json", path, "--dry-run")
-    assert "would be changed in place" in out
-    assert load_file(path)["a"].dtype == np.uint16
-    said = answer("convert-json", "--header", tmp_path / "h.json", path)
-    assert (said["how"], said["renamed"]) == ("in place", [["a", "b"]])
-    assert load_file(path)["b"].shape == (2, 3)
-    data["__metadata__"]["note"] = "x" * 1000
-    (tmp_path / "h.json").write_text(json.dumps(data))
-    other = tmp_path / "other.safetensors"
-    assert "rewritten" in ok("convert-json", "--header", tmp_path / "h.json", path, "-o", other)
-    assert load_file(other)["b"].shape == load_file(path)["b"].shape
-    data["b"]["shape"] = [2, 2]
-    (tmp_path / "h.json").write_text(json.dumps(data))
-    assert "needs" in refused("convert-json", "--header", tmp_path / "h.json", path, code=1)
 
 
 # -- the other commands

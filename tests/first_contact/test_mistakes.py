@@ -99,8 +99,7 @@ USAGE: dict[str, tuple[str, tuple[str, ...]]] = {
     "another name of a format": ("reshard {LLAMA} o --to safetensors", ("did you mean `hf`",)),
     "a method in capitals": ("merge {ONE} {TWO} --method TIES -o o", ("did you mean `ties`",)),
     "an order that is none": ("inspect {LLAMA} --sort siz", ("did you mean `size`",)),
-    "two tasks of convert-json": ("convert-json a --header --index", ("different tasks",)),
-    "a header without a file": ("convert-json h.json --header", ("h.json FILE.safetensors --header",)),
+    "two tasks of convert-json": ("convert-json a o --program p --check", ("different tasks",)),
 }
 
 

@@ -69,7 +69,7 @@ def test_an_index_that_names_no_file(other: Path, file: str, why: str) -> None:
     checked = ckpttool("inspect", other, "--check")
     assert checked.code == 3
     assert f"the index names `{file}`, {why}" in checked.out + checked.err
-    assert ckpttool("convert-json", other, "--index").code == 0  # what the hint says
+    assert ckpttool("inspect", other, "--write-index").code == 0  # what the hint says
     assert ckpttool("reshard", other, other.parent / "dst", "--to", "hf").code == 0
 
 

@@ -129,7 +129,7 @@ def checkpoints() -> list[Subject]:
             copied("merge/inputs/base"),
             {"model.safetensors.index.json": "json", NUMBERED.format(2, 3): "safetensors"},
             naive=whole,
-            commands=(CHECK, ("convert-json", "{src}", "--index", "--check")),
+            commands=(CHECK, ("inspect", "{src}", "--write-index", "-n")),
         ),
         Subject(
             "ranks",
@@ -335,8 +335,9 @@ def _sizes(folder: Path) -> None:
 
 def _header(folder: Path) -> None:
     shutil.copy(FIXTURES / "merge/inputs/tokA/model.safetensors", folder / "m.safetensors")
-    done = ckpttool("convert-json", folder / "m.safetensors", folder / "m.safetensors.json", "--header")
+    done = ckpttool("inspect", folder / "m.safetensors", "--header")
     assert done.code == 0, done.err
+    (folder / "m.safetensors.json").write_text(done.out)
 
 
 def _same_tensors(out: Path, done: Done) -> None:
@@ -420,7 +421,7 @@ def others() -> list[Subject]:
             "header",
             _header,
             {"m.safetensors.json": "json"},
-            commands=(("convert-json", "{src}/m.safetensors.json", "{src}/m.safetensors", "--header", "-o", "{out}"),),
+            commands=(("inspect", "{src}/m.safetensors", "--set-header", "{src}/m.safetensors.json", "-o", "{out}"),),
             opened=False,
         ),
     ]

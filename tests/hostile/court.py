@@ -47,7 +47,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
     "merge": lambda src, dst: ["merge", src, "-o", dst],
     "cast": lambda src, dst: ["quantize", src, dst],
     "size": lambda src, dst: ["size", src],
-    "index": lambda src, dst: ["convert-json", src, "--index", "--dry-run"],
+    "index": lambda src, dst: ["inspect", src, "--write-index", "--dry-run"],
     "convert": lambda src, dst: ["convert-json", src, dst],
 }
 """One line for each way into a source."""

@@ -169,23 +169,23 @@ def test_journals_of_the_right_plan(tmp_path: Path, entry: bytes) -> None:
     assert all(isinstance(v, str) for v in found.sums.values())
 
 
-@pytest.mark.parametrize("command", [("--index",), ("--header", "-o", "LINK", "--force")], ids=lambda c: c[0])
-def test_files_that_are_replaced(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """convert-json writes into SRC, or over a file: not through a link that leads out, not over a device."""
+@pytest.mark.parametrize("command", ["--write-index", "--set-header"])
+def test_files_that_are_replaced(tmp_path: Path, command: str) -> None:
+    """inspect writes into SRC, or over a file: not through a link that leads out, not over a device."""
     court = Court(tmp_path)
     save_hf(court.src, LLAMA.tensors())
-    if command[0] == "--index":
+    if command == "--write-index":
         (court.src / "model.safetensors").rename(court.src / "model-00001-of-00001.safetensors")
         (court.src / "model.safetensors.index.json").symlink_to(court.stranger / "secret.json")
-        done = court.run("convert-json", court.src, *command)
+        done = court.run("inspect", court.src, command)
         assert done.code == 1
         assert "link" in done.err
     else:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         header = tmp_path / "header.json"
-        header.write_text(ckpttool("convert-json", court.src / "model.safetensors", "--header").out)
-        done = court.run("convert-json", header, court.src / "model.safetensors", "--header", "-o", pipe, "--force")
+        header.write_text(ckpttool("inspect", court.src / "model.safetensors", "--header").out)
+        done = court.run("inspect", court.src / "model.safetensors", command, header, "-o", pipe)
         assert done.code != 0, done
 
 

@@ -65,10 +65,9 @@ CASES = {
     "convert-back-dry-run": "convert-json made/pir.safetensors out --program made/pir/model.json --dry-run",
     "convert-check": f"convert-json {PROGRAMS}/pir/model.json --check --params {PROGRAMS}/static/inference.pdiparams",
     "convert-fix": f"convert-json {PROGRAMS}/nan_attr/model.json --fix out.json",
-    "convert-index": "convert-json made/shards --index",
-    "convert-index-dry-run": "convert-json made/shards --index --dry-run",
-    "convert-index-check": "convert-json made/broken --index --check",
-    "convert-header": "convert-json made/header.json made/model.safetensors --header --dry-run",
+    "write-index": "inspect made/shards --write-index",
+    "write-index-dry-run": "inspect made/shards --write-index --dry-run",
+    "set-header": "inspect made/model.safetensors --set-header made/header.json --dry-run",
     "inspect": f"inspect {RANKS}",
     "inspect-depth": "inspect fixtures/paddle_unified/nlp_llamafused_bf16_tp2 --depth 2",
     "inspect-adapter": "inspect fixtures/paddle_unified/nlp_llama_lora_bf16_tp1 --depth 1",
@@ -126,7 +125,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for path in (checkpoint, *checkpoint.iterdir()):
             os.utime(path, (1_790_000_000 + step,) * 2)
     shutil.copy(ROOT / TINY / "model.safetensors", folder)
-    header = ckpttool("convert-json", folder / "model.safetensors", "--header").out
+    header = ckpttool("inspect", folder / "model.safetensors", "--header").out
     (folder / "header.json").write_text(header.replace("layers.1.", "layers.7."), encoding="utf-8")
     shutil.copytree(ROOT / PROGRAMS / "pir", folder / "pir")
     recipe = (ROOT / "fixtures/merge/configs/passthrough_franken__bf16.yml").read_text(encoding="utf-8")

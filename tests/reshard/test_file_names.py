@@ -162,6 +162,6 @@ def test_the_index_is_made_anew(tmp_path: Path) -> None:
     src = save(tmp_path / "src", "diffusion_pytorch_model.fp16", shards=2)
     wanted = json.loads((src / STEMS["diffusion_pytorch_model.fp16"]).read_text())
     (src / STEMS["diffusion_pytorch_model.fp16"]).unlink()
-    assert ckpttool("convert-json", src, "--index").code == 0
+    assert ckpttool("inspect", src, "--write-index").code == 0
     assert json.loads((src / STEMS["diffusion_pytorch_model.fp16"]).read_text()) == wanted
     assert ckpttool("inspect", src, "--check").code == 0

@@ -31,7 +31,7 @@ from ckpttool.cli.app import _command, main
 from ckpttool.execute import files, schedule, workforce
 from ckpttool.execute.destinations import local
 from ckpttool.layout.family import family_names
-from ckpttool.ops.convert_json import header
+from ckpttool.ops.inspect import header
 from tests.helpers.modules import import_all
 from tests.torture.interpose import SYNCS, WRITES, Call, Decision, Fail, Give, Kill, Outcome, Short, run
 from tests.torture.scenarios import Scenario
@@ -426,7 +426,7 @@ class Campaign:
         decide = Injector(scenario)
         for name in left:
             if name.endswith(".header-backup"):
-                words = ["convert-json", "--header", str(bench.work / name), str(bench.work / scenario.edits)]
+                words = ["inspect", str(bench.work / scenario.edits), "--set-header", str(bench.work / name)]
                 back = bench.run(words, decide)
                 if back.code:
                     raise WrongError(f"the backup cannot be put back: {back.err}")

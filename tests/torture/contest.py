@@ -83,9 +83,9 @@ RACES = (
     Race("convert-json", (
         ["convert-json", "{s}/paddle_programs/pir/model.json", "{w}/dst.safetensors"],
         ["convert-json", "{s}/paddle_programs/pir/model.json", "{w}/dst.safetensors"]), target="dst.safetensors"),
-    Race("convert-json --header, two edits", (
-        ["convert-json", "--header", "{w}/one.json", "{w}/m.safetensors"],
-        ["convert-json", "--header", "{w}/two.json", "{w}/m.safetensors"]), _file, target="m.safetensors", both=True),
+    Race("inspect --set-header, two edits", (
+        ["inspect", "{w}/m.safetensors", "--set-header", "{w}/one.json"],
+        ["inspect", "{w}/m.safetensors", "--set-header", "{w}/two.json"]), _file, target="m.safetensors", both=True),
     Race("convert-json --fix", (
         ["convert-json", "{s}/paddle_programs/nan_attr/model.json", "--fix", "{w}/fixed.json"],
         ["convert-json", "{s}/paddle_programs/nan_attr/model.json", "--fix", "{w}/fixed.json"]), target="fixed.json"),

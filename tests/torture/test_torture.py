@@ -38,7 +38,7 @@ def _supervised() -> None:
 
 @pytest.mark.thorough  # make torture; the calls of a run are supervised in short below
 def test_a_sample() -> None:
-    chosen = ("reshard --force", "convert-json --header, in place")
+    chosen = ("reshard --force", "inspect --set-header, in place")
     words = ["--every", "31", "--jobs", "1", "--kind", "faults", *[w for name in chosen for w in ("--only", name)]]
     command = [sys.executable, "-m", "tests.torture", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)

@@ -16,9 +16,9 @@ from pathlib import Path
 from ckpttool.answers.findings import CheckResult, Finding
 from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CkptError, CorruptError, OutputError, UnsupportedError, UsageError, VerifyError
+from ckpttool.execute.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.execute.files import write_error
 from ckpttool.formats import paddle
-from ckpttool.ops.convert_json.durable import Replacement, resolved, sync_names, write_all
 from ckpttool.storage.place import is_same
 
 _WRITTEN = f'"{paddle.VOID_WRITTEN}"'.encode()

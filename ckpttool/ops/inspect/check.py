@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.answers.findings import ERROR, CheckResult, Finding
 from ckpttool.answers.index_checks import (
+    ANEW,
     ExaminedFile,
     Index,
     check_duplicates,
     check_mapping,
+    check_mixture,
     check_numbers,
     parse_index,
 )
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.containers.index import IndexRules, index_name, is_member, set_of, sets_of
+from ckpttool.containers.index import IndexRules, is_member, set_of, sets_of
 from ckpttool.containers.safetensors import examine
 from ckpttool.core.catalog import StoredTensor
 from ckpttool.core.files import AnyPlace, DataFile, Place, source_files
@@ -47,6 +49,7 @@ from ckpttool.formats.parts import parts_of
 from ckpttool.formats.registry import choose, is_multi_part, reader
 from ckpttool.formats.runs import RunError
 from ckpttool.ops.inspect.code import code_findings
+from ckpttool.ops.inspect.index_groups import check_groups
 from ckpttool.ops.inspect.listing import check_components, is_safetensors, relative, runs
 from ckpttool.ops.inspect.runs import other_saves
 from ckpttool.ops.inspect.soundness import NamedShape, tensor_findings
@@ -113,7 +116,7 @@ def check(
     whole = rules is not None and not rules.stems
     mapped: Mapping[str, str] | None = None
     if rules is not None and rules.stems:
-        _check_stems(listing, files, stored, result, rules)
+        check_groups(listing, rules, files, result)
     elif rules is not None:
         found = _check_set(listing, files, stored, result, rules)
         complete, mapped = complete and found[0], found[1]
@@ -290,7 +293,11 @@ def _check_set(
     for name in missing:
         result.add("shard-missing", f"{name} is missing; the index lists it", listing.root, "fetch the file")
     if not listing.single.endswith(".safetensors"):
-        check_numbers(listing, sets_of(f.name for f in files), wanted, result)
+        sets = sets_of(f.name for f in files)
+        stems = dict.fromkeys(stem for stem, _ in sets)
+        # All are reported: sum reads to the end, where any would stop.
+        if not sum(check_mixture(listing, stem, names, wanted, result) for stem in stems):
+            check_numbers(listing, sets, wanted, result)
     if isinstance(stored, StoredCheckpoint):
         mine = {f.place for f in stored.files}
         members = [f for f in files if listing.path(f.name) in mine]
@@ -313,40 +320,6 @@ def _check_set(
     return not missing and not any(f.id == "shard-missing" for f in result.findings), mapped
 
 
-def _check_stems(
-    listing: Listing,
-    files: list[ExaminedFile],
-    stored: StoredCheckpoint | CkptError,
-    result: CheckResult,
-    rules: IndexRules,
-) -> None:
-    """Index and files of each component, where these have an index each."""
-    mine = {f.place for f in stored.files} if isinstance(stored, StoredCheckpoint) else None
-    for stem in rules.stems:
-        own = [f for f in files if Path(f.name).name.startswith((f"{stem}-", f"{stem}."))]
-        members = [f for f in own if mine is None or listing.path(f.name) in mine]
-        for name in listing.names if mine is not None else ():
-            if (key := set_of(name)) and key[0] == stem and listing.path(name) not in (mine or ()):
-                text = f"{name} is not part of the checkpoint that {stem}.safetensors.index.json describes"
-                result.add("orphan-shard", text, listing.path(name), "move it away: it is of another save")
-        name = index_name(stem)
-        if name not in listing.names or not members:
-            continue
-        data = _json(listing, name, "index-json", result)
-        # An index without a map is how saves say that each rank wrote files of its own.
-        if data is None or "weight_map" not in data:
-            continue
-        index = parse_index(data, rules, listing.path(name), result)
-        if index is None:
-            continue
-        missing = set(index.mapped.values()) - {Path(f.name).name for f in own}
-        for file in sorted(missing):
-            result.add("shard-missing", f"{file} is missing; {name} lists it", listing.root, "fetch the file")
-        if not any(Path(f.name).name in index.mapped.values() for f in members):
-            continue  # the map is of other files; that these are missing is said
-        check_mapping(listing, members, index, missing, result, rules)
-
-
 def _check_adapter(path: Place, result: CheckResult) -> None:
     """Factors against their config: pairs, ranks, shapes."""
     from ckpttool.adapters import read_adapter
@@ -365,7 +338,7 @@ def _index(listing: Listing, result: CheckResult, rules: IndexRules) -> Index | 
     if not names:
         shards = [key for n in listing.safetensors() if (key := set_of(n)) and not NOT_WEIGHTS.match(n)]
         if len(shards) > 1 and len(set(shards)) == 1:
-            result.add("no-index", f"{len(shards)} shards have no index", listing.root, "`ckpttool reshard` writes one")
+            result.add("no-index", f"{len(shards)} shards have no index", listing.root, ANEW)
         return None
     data = _json(listing, names[0], "index-json", result)
     return None if data is None else parse_index(data, rules, listing.path(names[0]), result)

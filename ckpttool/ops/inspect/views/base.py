@@ -92,6 +92,8 @@ class View(ABC, Generic[A_co]):
     """In JSON."""
     whole: ClassVar[bool] = False
     """Whether it looks at a whole checkpoint or at what it names: filters do not apply."""
+    writes: ClassVar[bool] = False
+    """Whether it changes what it looks at."""
 
     @classmethod
     def options(cls) -> dict[str, ViewOption]:

@@ -10,7 +10,9 @@ from ckpttool.ops.inspect.views.check import CheckView
 from ckpttool.ops.inspect.views.diff import DiffView
 from ckpttool.ops.inspect.views.family import FamilyView
 from ckpttool.ops.inspect.views.files import FilesView
+from ckpttool.ops.inspect.views.header import HeaderView, SetHeaderView
 from ckpttool.ops.inspect.views.imports import ImportsView
+from ckpttool.ops.inspect.views.index import IndexView
 from ckpttool.ops.inspect.views.list import ListView
 from ckpttool.ops.inspect.views.metadata import MetadataView
 from ckpttool.ops.inspect.views.page import PageView
@@ -36,6 +38,9 @@ VIEWS: tuple[type[View[ViewAnswer]], ...] = (
     ValuesView,
     ShowView,
     MetadataView,
+    HeaderView,
+    SetHeaderView,
+    IndexView,
     ImportsView,
     FamilyView,
     CheckView,
@@ -88,7 +93,7 @@ def look(view: View[A_co], src: AnyPlace, options: OpenOptions, progress: Progre
     from ckpttool.storage.place import number, parse_place, read_each
 
     src, view = view.opened(src)
-    roots = [parse_place(p) for p in (src, *view.others)]
+    roots = [] if view.writes else [parse_place(p) for p in (src, *view.others)]
     before = [number(p) for p in roots]
     if on:
         from ckpttool.execute.machines.each import machines

@@ -1,4 +1,4 @@
-"""``ckpttool convert-json --header``: the header of a safetensors file as JSON, and edited JSON as a file's header.
+"""``ckpttool inspect FILE --header`` and ``--set-header``: a safetensors file's header as JSON, and edited JSON as it.
 
 What a header says is free as long as it fits the data: names, metadata, dtypes of the same width, shapes of the same
 size. The data stays where it is when the new header has room in the place of the old one, else the file is copied.
@@ -24,10 +24,10 @@ from ckpttool.containers.safetensors import MAX_HEADER, HeaderError, HeaderProbl
 from ckpttool.core.files import DataFile, Place
 from ckpttool.errors import CkptError, ConflictError, CorruptError, IncompleteError, OutputError, UsageError, plain
 from ckpttool.execute.destinations.local import SLACK
+from ckpttool.execute.durable import Replacement, lock, resolved, sync_names, write_all
 from ckpttool.execute.files import PIECE, create, span, write_error
-from ckpttool.ops.convert_json.durable import Replacement, lock, resolved, sync_names, write_all
 from ckpttool.storage import system
-from ckpttool.storage.place import is_same, readable
+from ckpttool.storage.place import readable
 
 UNCHANGED, IN_PLACE, COPIED, RESTORED = "unchanged", "in place", "copied", "restored"
 
@@ -101,27 +101,6 @@ def dump(file: Place) -> str:
     return _text(_pairs(read_raw(file)[1], file))
 
 
-def write_dump(file: Place, out: Path, *, force: bool = False) -> int:
-    """Write `dump` to a file. Returns its bytes. Raises OutputError when it exists and ``force`` does not say so."""
-    data = dump(file).encode()
-    target = resolved(out)
-    if os.path.lexists(target):
-        if target.is_dir():
-            raise OutputError("the output is a directory", where=str(out))
-        if is_same(target, file):
-            raise UsageError("the output is the source", where=str(out))
-        if not force:
-            raise OutputError("the output exists", where=str(out), hint="use --force to replace it")
-    with Replacement(target) as new:
-        new.fill(data)
-        if target.exists():
-            new.keep_mode(target.stat())
-        new.sync()
-        new.publish(force=force)
-        sync_names([target.parent])
-    return len(data)
-
-
 class _Object(list[tuple[str, Any]]):
     """A JSON object with all of its pairs, also those of equal names."""
 
@@ -190,14 +169,12 @@ class _EditedFile:
         return self.stat.st_size - self.start
 
 
-def apply(
-    edited: Path, file: Path, *, out: Path | None = None, dry_run: bool = False, force: bool = False
-) -> HeaderResult:
+def apply(edited: Path, file: Path, *, out: Path | None = None, dry_run: bool = False) -> HeaderResult:
     """Make the edited JSON the header of ``file``, or of a copy of it at ``out``.
 
-    ``edited`` may be ``FILE.header-backup``, too: then the header that it keeps is put back. ``force`` replaces an
-    ``out`` that exists. Raises CorruptError (JSON or file broken), ConflictError (the header does not fit the data, the
-    file changed, an earlier run was interrupted), IncompleteError, UsageError, OutputError; then ``file`` is as it was.
+    ``edited`` may be ``FILE.header-backup``, too: then the header that it keeps is put back. Raises
+    CorruptError (JSON or file broken), ConflictError (the header does not fit the data, the file changed, an earlier
+    run was interrupted), IncompleteError, UsageError, OutputError; then ``file`` is as it was.
     """
     if edited.name.endswith(BACKUP):
         if out is not None:
@@ -212,7 +189,7 @@ def apply(
     unchanged = target.readable and json.dumps(target.old) == json.dumps(new)
     if out is not None:
         header = _padded(text)
-        destination = _output(out, target, force=force)
+        destination = _output(out, target)
         how, size = COPIED, 8 + len(header) + target.payload
     elif unchanged:
         header, destination, how, size = target.raw, target.path, UNCHANGED, 0
@@ -232,7 +209,7 @@ def apply(
         if how == IN_PLACE:
             _write_in_place(target, header)
         else:
-            _write_copy(target, header, destination, force=force or out is None)
+            _write_copy(target, header, destination, replace=out is None)
     changes = (*_differences(target.old, new), _metadata_changes(target.old, new))
     tensors = len(new) - (_METADATA in new)
     return HeaderResult(file, out or file, how, dry_run, tensors, len(header), size, *changes, tuple(notes))
@@ -299,7 +276,7 @@ def _refuse_backup(path: Path) -> None:
     raise ConflictError(
         f"an earlier run was interrupted while it wrote the header of this file; {state}",
         where=[str(path), str(backup)],
-        hint=f"`ckpttool convert-json --header {backup} {path}` puts the old header back",
+        hint=f"`ckpttool inspect {path} --set-header {backup}` puts the old header back",
     )
 
 
@@ -329,12 +306,14 @@ def _edited(path: Path) -> dict[str, Any]:
         raw = b"".join(takewhile(bool, (f.read(PIECE) for _ in range(2 * MAX_HEADER // PIECE + 1))))
     if len(raw) > 2 * MAX_HEADER:
         raise UsageError(
-            "this is too long for a header", where=str(path), hint="first the JSON file, then the safetensors file"
+            "this is too long for a header",
+            where=str(path),
+            hint="ckpttool inspect FILE.safetensors --set-header FILE.json",
         )
     try:
         return parse(raw.removeprefix(_BOM), path)
     except HeaderError as e:
-        hint = "first the JSON file, then the safetensors file" if e.id == "header-utf8" else None
+        hint = "ckpttool inspect FILE.safetensors --set-header FILE.json" if e.id == "header-utf8" else None
         what = e.what.replace("the header", "the edited header", 1)
         raise HeaderError(e.id, what, where=str(path), hint=e.hint or hint) from None
 
@@ -403,18 +382,17 @@ def _notes(new: Mapping[str, Any], target: _EditedFile) -> list[str]:
     return notes
 
 
-def _output(out: Path, target: _EditedFile, *, force: bool) -> Path:
+def _output(out: Path, target: _EditedFile) -> Path:
     """Where a copy goes. Raises OutputError, UsageError."""
     path = resolved(out)
     if not path.parent.is_dir():
-        raise OutputError("the directory that is to hold the output does not exist", where=str(path.parent))
+        raise OutputError("the directory of the output does not exist", where=str(path.parent))
     if os.path.lexists(path):
         if path.is_dir():
             raise OutputError("the output is a directory", where=str(out))
         if os.path.samestat(path.stat(), target.stat):
             raise UsageError("the output is the source", where=str(out), hint="omit it to change the file itself")
-        if not force:
-            raise OutputError("the output exists", where=str(out), hint="use --force to replace it")
+        raise OutputError("the output exists", where=str(out), hint="remove it, or give another name")
     return path
 
 
@@ -492,7 +470,7 @@ def _write_in_place(target: _EditedFile, header: bytes) -> None:
             raise OutputError(
                 f"the new header may not be on disk: {e.strerror}",
                 where=[str(target.path), str(backup)],
-                hint=f"`ckpttool convert-json --header {backup} {target.path}` puts the old header back",
+                hint=f"`ckpttool inspect {target.path} --set-header {backup}` puts the old header back",
             ) from e
         try:
             backup.unlink()
@@ -517,13 +495,13 @@ def _undo(fd: int, target: _EditedFile, backup: Path) -> None:
         raise OutputError(
             f"the header could not be written, and the old one not be put back: {e.strerror}",
             where=[str(target.path), str(backup)],
-            hint=f"`ckpttool convert-json --header {backup} {target.path}` puts it back",
+            hint=f"`ckpttool inspect {target.path} --set-header {backup}` puts it back",
         ) from e
     with contextlib.suppress(CkptError):
         sync_names([backup.parent])
 
 
-def _write_copy(target: _EditedFile, header: bytes, destination: Path, *, force: bool) -> None:
+def _write_copy(target: _EditedFile, header: bytes, destination: Path, *, replace: bool) -> None:
     """A file with the new header and the same data takes the name of ``destination``."""
     try:
         source = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -544,7 +522,7 @@ def _write_copy(target: _EditedFile, header: bytes, destination: Path, *, force:
             new.keep_mode(target.stat)
             new.sync()
             _check_same(source, target)
-            new.publish(force=force)
+            new.publish(force=replace)
             sync_names([destination.parent])
     finally:
         os.close(source)
