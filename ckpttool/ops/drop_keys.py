@@ -25,6 +25,7 @@ from ckpttool.formats.parts import PipelineParts, parts_of
 from ckpttool.formats.registry import reader
 from ckpttool.planning.planner import build_plan
 from ckpttool.planning.relate import DerivedTensor, TensorTable, identity, parameters
+from ckpttool.quant.config import without_unused
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import WEIGHTS
 from ckpttool.targeting.build import Prepared, plan_target
@@ -193,7 +194,8 @@ def _in_place(
     own = root / "config.json"
     held = {k.name for k in source.catalog.tensors}
     config, said = settled(source.config, held, held.difference(lost), source.family.prediction_field)
-    notes += said
+    config, more = without_unused(config, source.catalog, held.difference(lost))
+    notes += said + more
     if config != (stored.native_config or source.config):
         literal.append((own.name, indented(config)))
     elif own.is_file():

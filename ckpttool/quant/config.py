@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpttool.core.catalog import Catalog
+from ckpttool.core.dtypes import CASTABLE
 from ckpttool.errors import ConflictError, UnsupportedError
-from ckpttool.formats.config import QUANTIZATION, config_places, is_part
+from ckpttool.formats.config import QUANTIZATION, config_places, is_part, quantization
 from ckpttool.quant.scheme import GROUP, Scheme, scheme
 
 HF_QUANT = "hf_quant_config.json"
@@ -40,6 +42,8 @@ def with_fields(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     return mapped_fields(config, changed)
 
 
+_NEVER_CODES = CASTABLE | {"I64", "BOOL"}
+"""Dtypes of weights in high precision, and of buffers."""
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 
@@ -73,6 +77,18 @@ def section(config: Mapping[str, Any]) -> dict[str, Any]:
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model in high precision."""
     return {k: without(v) if is_part(k, v) else v for k, v in config.items() if k not in QUANTIZATION}
+
+
+def without_unused(
+    config: Mapping[str, Any], catalog: Catalog, left: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The config without its quantization where none of the quantized weights of ``catalog`` is among ``left``, and
+    a note about it."""
+    if quantization(config):
+        coded = {k.name for k, t in catalog.tensors.items() if k.component == "model" and t.dtype not in _NEVER_CODES}
+        if coded and coded.isdisjoint(left):
+            return without(config), ["no quantized weights are left: quantization_config removed from config.json"]
+    return dict(config), []
 
 
 def config_scheme(config: Mapping[str, Any]) -> ConfigScheme:

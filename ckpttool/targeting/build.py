@@ -32,7 +32,12 @@ from ckpttool.layout.statements import Rename, Transform
 from ckpttool.layout.unknown import sizes_from
 from ckpttool.planning.planner import Computed, build_plan
 from ckpttool.planning.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
+<<<<<<< HEAD
 from ckpttool.targeting.components import chosen_components, in_one_dtype, with_single
+=======
+from ckpttool.quant.config import without_unused
+from ckpttool.targeting.components import chosen_components, with_single
+>>>>>>> w-Q
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.mixed import doubts
@@ -288,11 +293,12 @@ def _request(
 def _config(source: Checkpoint, goal: Goal, named: OutputTensors) -> tuple[dict[str, Any], list[str]]:
     """config.json of the output, and notes about it."""
     views = named.views
-    read = (r.source.key.name for v in (*views, *(copy for copy, _ in views.tied)) for r in v.parts)
+    read = {r.source.key.name for v in (*views, *(copy for copy, _ in views.tied)) for r in v.parts}
     held = (k.name for k in source.catalog.tensors)
     config, notes = settled(goal.context.config, held, read, source.family.prediction_field)
+    config, more = without_unused(config, source.catalog, read)
     goal = replace(goal, context=goal.context._replace(config=config))
-    return target_config(source.dialect, goal, views.table), notes
+    return target_config(source.dialect, goal, views.table), notes + more
 
 
 def _training(source: Checkpoint, goal: Goal, named: OutputTensors, shares: RankShares) -> TrainingState | None:

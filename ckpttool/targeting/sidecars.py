@@ -13,7 +13,8 @@ from ckpttool.core.files import DataFile
 from ckpttool.core.words import some
 from ckpttool.dialects import Dialect
 from ckpttool.formats.base import FileLayout, file_now
-from ckpttool.quant.config import DTYPE_FIELDS, with_fields
+from ckpttool.formats.config import quantization
+from ckpttool.quant.config import DTYPE_FIELDS, HF_QUANT, with_fields
 from ckpttool.storage.below import files_below
 from ckpttool.storage.json_file import indented
 from ckpttool.storage.listing import is_index
@@ -45,7 +46,8 @@ def beside(
     root = source.stored.root
     made = [*file_layout.generated, *written]
     own = root / "config.json"
-    carried = [root / n for n in source.stored.companions]
+    unquantized = bool(quantization(source.config)) and not quantization(config)
+    carried = [root / n for n in source.stored.companions if not (unquantized and n == HF_QUANT)]
     if own.is_file() and config == (source.stored.native_config or source.stored.config):
         carried.insert(0, own)
     elif config:

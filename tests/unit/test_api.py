@@ -491,14 +491,14 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         (lambda s: s.diff(LLAMA, headers_only=True), "no argument headers_only", "mean values=False?"),
         (lambda s: s.report(html="x"), "no argument html", "mean file=?"),
         (lambda s: s.reshard().run("x", overwrite=True), "no argument overwrite", "mean force=True?"),
-        (lambda _: ckpttool.merge([LLAMA], density=0.5), "no argument density", "params={'density': ...}"),
-        (lambda _: ckpttool.merge(LLAMA, LLAMA), "merge(): too many positional arguments", "by name: method=, "),
+        (lambda _: ckpttool.merge([LLAMA], density=0.5), "no argument density", "params={'density': ...}"),  # type: ignore[call-arg]
+        (lambda _: ckpttool.merge(LLAMA, LLAMA), "merge(): too many positional arguments", "by name: method=, "),  # type: ignore[call-arg, arg-type]
         (lambda _: ckpttool.merge([]), "sources is empty", "merge([a, b])"),
-        (lambda _: ckpttool.open(), "open(): missing a required argument: 'path'", ""),
-        (lambda _: ckpttool.open(None), "None is not a path", "pass a str or a Path"),
+        (lambda _: ckpttool.open(), "open(): missing a required argument: 'path'", ""),  # type: ignore[call-arg]
+        (lambda _: ckpttool.open(None), "None is not a path", "pass a str or a Path"),  # type: ignore[arg-type]
         (lambda _: ckpttool.open(LLAMA, tp=3), "tp=3 contradicts the checkpoint", "written is `tp` in reshard()"),
         (lambda _: ckpttool.size(LLAMA, gpu="h100", utilization=9), "utilization=9 is not a share", "at most 1"),
-        (lambda _: ckpttool.size(LLAMA, gpu="h100", utilization="9"), "utilization is '9'", "pass a number"),
+        (lambda _: ckpttool.size(LLAMA, gpu="h100", utilization="9"), "utilization is '9'", "pass a number"),  # type: ignore[arg-type]
     ],
 )
 def test_mistakes_of_python_name_the_arguments(call: Callable[[Any], object], said: str, hint: str) -> None:
