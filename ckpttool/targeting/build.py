@@ -32,12 +32,8 @@ from ckpttool.layout.statements import Rename, Transform
 from ckpttool.layout.unknown import sizes_from
 from ckpttool.planning.planner import Computed, build_plan
 from ckpttool.planning.relate import DerivedTensor, EqualPair, TensorTable, Tied, parameters, rename_by_rules
-<<<<<<< HEAD
-from ckpttool.targeting.components import chosen_components, in_one_dtype, with_single
-=======
 from ckpttool.quant.config import without_unused
-from ckpttool.targeting.components import chosen_components, with_single
->>>>>>> w-Q
+from ckpttool.targeting.components import chosen_components, in_one_dtype, with_single
 from ckpttool.targeting.lacking import lacking
 from ckpttool.targeting.mesh import target_mesh
 from ckpttool.targeting.mixed import doubts

@@ -437,11 +437,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], Path], tuple[object, ...], tupl
     "no config": (
         _no_config,
         ("--tp-out", 2),
-<<<<<<< HEAD
-        ("config.json is missing, and how ", "put the model's config.json there", "--split"),
-=======
         ("config.json is missing, and how ", "put the model's config.json there", "=none' (whole on every rank)"),
->>>>>>> w-Q
     ),
     "config is not json": (_broken_config, (), ("config.json is not valid JSON",)),
     "tensor without a rule": (
