@@ -510,7 +510,7 @@ def check_mesh(format_name: str, read: Mapping[str, int], options: ReadOptions, 
             )
 
 
-_CUT = "use --to ranks (or vllm, deepseek, trtllm) for a cut checkpoint"
+_CUT = "use --to ranks (or vllm, trtllm, deepseek, megatron-dist, hybrid) for a cut checkpoint"
 
 
 def whole_mesh(said: Mapping[str, int], target: str, *, hint: str | None = _CUT) -> Mesh:

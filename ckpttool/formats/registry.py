@@ -82,15 +82,21 @@ ALSO_CALLED = {
     **dict.fromkeys(("huggingface", "hugging-face", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
+<<<<<<< HEAD
     "sglang": "vllm",
     **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
+=======
+    **dict.fromkeys(("paddle", "paddlenlp", "paddleformers"), "unified"),
+>>>>>>> w-S
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
     **dict.fromkeys(("llama.cpp", "llamacpp", "ggml", "ollama"), "gguf"),
     **dict.fromkeys(("distcp", "torch-dcp", "fsdp2", "torchtitan", "torch.distributed.checkpoint"), "dcp"),
     **dict.fromkeys(("torch", "pytorch", "bin", "pth", "pt", "ckpt"), "torch-bin"),
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed"),
     **dict.fromkeys(("ds-universal", "ucp"), "universal"),
-    **dict.fromkeys(("torch-dist", "torch_dist", "dist-checkpointing", "mcore", "megatron-core"), "megatron-dist"),
+    **dict.fromkeys(
+        ("torch-dist", "torch_dist", "dist-checkpointing", "mcore", "megatron-core", "nemo"), "megatron-dist"
+    ),
     **dict.fromkeys(("megatron-lm", "mp_rank"), "megatron"),
 }
 """Other names of formats; only for hints."""
