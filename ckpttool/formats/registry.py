@@ -82,12 +82,8 @@ ALSO_CALLED = {
     **dict.fromkeys(("huggingface", "hugging-face", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("tensorrt-llm", "tensorrt_llm", "tensorrt", "trt-llm", "trt"), "trtllm"),
     **dict.fromkeys(("rank", "tp", "sharded", "shards"), "ranks"),
-<<<<<<< HEAD
     "sglang": "vllm",
-    **dict.fromkeys(("paddlenlp", "paddleformers"), "unified"),
-=======
     **dict.fromkeys(("paddle", "paddlenlp", "paddleformers"), "unified"),
->>>>>>> w-S
     **dict.fromkeys(("consolidated", "mistral"), "meta"),
     **dict.fromkeys(("llama.cpp", "llamacpp", "ggml", "ollama"), "gguf"),
     **dict.fromkeys(("distcp", "torch-dcp", "fsdp2", "torchtitan", "torch.distributed.checkpoint"), "dcp"),
