@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.core.dtypes import CASTABLE, find, parse
+from ckpttool.core.dtypes import CASTABLE, find
 from ckpttool.core.files import Place
 from ckpttool.core.mesh import Mesh
 from ckpttool.dialects import Dialect, NamingContext, dialect
@@ -142,7 +142,7 @@ def _refusals(target: Target, writer: Writer, source: Checkpoint) -> Iterator[tu
 def _changes_dtypes(source: Checkpoint, dtype: str) -> bool:
     """Whether --dtype casts any weight of the source."""
     dtypes = {t.dtype for k, t in source.catalog.tensors.items() if k.component in WEIGHTS and t.dtype in CASTABLE}
-    return bool(dtype) and dtypes != {parse(dtype).name}
+    return bool(dtype) and dtypes != {castable(dtype)}
 
 
 def _masters_itself(source: Checkpoint) -> bool:

@@ -91,7 +91,7 @@ def vocabularies(tmp_path: Path) -> Path:
 
 def test_a_few_rows_more_are_refused_with_the_way_out(vocabularies: Path) -> None:
     error = refused(vocabularies / "out", vocabularies / "small", vocabularies / "large", "--weights", "0.5,0.5")
-    assert "--vocab min" in error
+    assert "--vocab" in error
     for name in EMBEDDINGS:
         assert f"`{name}`" in error
     assert "[32, 16]" in error
