@@ -1,13 +1,13 @@
-"""What the process is doing, for whoever shows it: a phrase, and how many of how many are done.
+"""The current activity of the process: a phrase, and how many parts of it are done.
 
-Whatever may take long says so in one place, whoever calls it; a command on a terminal shows it (``report/status``).
+Code that may take long sets it; a command on a terminal shows it (``report/status``).
 """
 
 from __future__ import annotations
 
 
 class Activity:
-    """The only one: what goes on now."""
+    """The current activity. There is one, `activity`."""
 
     __slots__ = ("done", "total", "what")
 

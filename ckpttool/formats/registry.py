@@ -151,7 +151,7 @@ def detect(listing: Listing, among: Iterable[Reader] = ()) -> Reader | None:
 
 
 def detected(listing: Listing, among: Iterable[Reader] = ()) -> Reader:
-    """As ``detect``. Raises UnsupportedError for no format, with what the source is instead."""
+    """Like ``detect``, but raises UnsupportedError, which says what the source is, where no format fits."""
     found = detect(listing, among)
     if found is not None:
         return found

@@ -30,7 +30,7 @@ def unknown_model(
     """The error for a checkpoint whose config.json is missing, or names no model that is known.
 
     ``why`` is what depends on the model. ``names`` are Hugging Face's names of its tensors, by which families are
-    suggested; ``shown`` are those that the error lists. ``root`` is where config.json belongs, "" where nobody knows.
+    suggested; ``shown`` are those that the error lists. ``root`` is where config.json belongs, "" if unknown.
     ``other`` is another way out.
     """
     from ckpttool.layout.nearest import fitting, nearest

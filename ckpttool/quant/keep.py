@@ -134,7 +134,7 @@ class Keep:
                     raise UsageError(f"{option} `{p}` matches no tensor", hint=pattern_hint(p, names))
 
     def why(self, w: Weight) -> str:
-        """The reason why the tensor stays as it is; "" if it is to be quantized."""
+        """The reason to keep the tensor as it is; "" to quantize it."""
         if len(w.shape) < 2:
             return "vector"
         if w.dtype not in CASTABLE:
